@@ -11,6 +11,7 @@ from cli.entry import run_program
 from model import Transformer
 from runtime.progress import Bar
 from tests.checkpoints import tiny, write_checkpoint, write_heads, write_lines, write_tokenizer
+from tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content | trim }}<|end|>{% endfor %}"
@@ -120,6 +121,12 @@ def chat_model(tmp_path_factory):
     write_tokenizer(folder, TEMPLATE)
     write_heads(folder / "heads.json")
     return folder
+
+
+@pytest.fixture(scope="session")
+def chat(chat_model):
+    """That model and its tokenizer."""
+    return Transformer.load(chat_model), Tokenizer.load(chat_model)
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,9 @@ from cli.decode import main
 from decore import DeCoRe, Greedy, generate
 from heads import load_heads
 from heads.sources import find_sources
-from model import Transformer
 from runtime import page
 from runtime.errors import InputError
 from runtime.generation import Generation
-from tokenizer import Tokenizer
 
 SPAN = re.compile(
     r'( *)<span class="t( differs)?( left)?" id="\w+" tabindex="0"\s+style="--shade: ([\d.]+)"\s+'
@@ -41,30 +39,39 @@ def spans(text):
     ]
 
 
-def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat_model, tmp_path):
-    path, file = tmp_path / "page.html", chat_model / "heads.json"
-    options = f"--model {chat_model} --heads {file} --num-heads 2 --max-new-tokens 8 --prompt Hi "
-    options += f"--method greedy,decore-static --alpha 0.5 --json --html {path} --prompt"
-    _, out, err = call(main, *options.split(), "<script>1</script>")
-    assert f"wrote {path}" in err
-    text = path.read_bytes().decode()
+@pytest.fixture
+def run(done, chat_model, tmp_path):
+    """run(options, *more) → (stdout, the page) of decore.py with eight tokens for Hi. TWO masks two
+    heads."""
+    path = tmp_path / "page.html"
+
+    def run(options, *more):
+        options = options.replace("TWO", f"--heads {chat_model}/heads.json --num-heads 2")
+        command = f"--model {chat_model} --max-new-tokens 8 --prompt Hi --html {path} {options}"
+        out, err = done(main, *command.split(), *more)
+        assert f"wrote {path}" in err
+        return out, path.read_bytes().decode()
+
+    return run
+
+
+def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(run, chat):
+    options = "TWO --method greedy,decore-static --alpha 0.5 --json --prompt"
+    out, text = run(options, "<script>1</script>")
     beginning, *_, greedy, section = text.split("<section")
     line = json.loads(out.split("\n")[-2])
-    model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
+    model, tokenizer = chat
     ids = line["ids"][:-1] if line["stop"] == "eos" else line["ids"]
-    heads = load_heads(model, 2, file)
-    decoder = DeCoRe(heads, alpha=0.5).start(model, [line["prompt_ids"]], 8)
-    favourites, of_greedy, expected = [], [], []
-    before = [line["prompt_ids"][-1], *ids[:-1]]
-    for token, chosen, h in zip(before, ids, line["entropies"], strict=False):
-        with torch.inference_mode():
-            step = decoder.step(torch.tensor([[token]]))
-        favourites.append(step.other.argmax().item())
-        of_greedy.append(step.base.argmax().item())
-        favourite = f"masked favourite {tokenizer.decode(favourites[-1:])!r}"
-        expected += [f"base entropy {h:.3f} nats", "α 0.500", favourite]
-        if of_greedy[-1] != chosen:
-            expected.append(f"greedy would take {tokenizer.decode(of_greedy[-1:])!r}")
+    method = DeCoRe(line["heads"], alpha=0.5)
+    again = generate(model, line["prompt_ids"], method, 8, tokenizer=tokenizer, best=1)
+    favourites, expected = [], []
+    for token, row in zip(ids, again.rows()):
+        [[of_greedy, word, _]], [[favourite, masked_word, _]] = row["base"], row["other"]
+        favourites.append(favourite)
+        expected += [f"base entropy {row['entropy']:.3f} nats", "α 0.500"]
+        expected.append(f"masked favourite {masked_word!r}")
+        if of_greedy != token:
+            expected.append(f"greedy would take {word!r}")
     differ, left, shades, notes, tokens = zip(*spans(section), strict=True)
     for note, begin in zip(sum(notes, []), expected, strict=True):
         assert note.startswith(begin)
@@ -166,8 +173,8 @@ def test_pointing_at_a_token_highlights_its_source_and_the_reverse():
     assert spans(text) == [*zip([False] * 3, [False] * 3, shades, notes, "<bc", strict=True)]
 
 
-def test_a_generation_has_texts_rows_and_the_page_of_the_program(chat_model, call, tmp_path):
-    model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
+def test_a_generation_has_texts_rows_and_the_page_of_the_program(chat, chat_model, run):
+    model, tokenizer = chat
     heads = load_heads(model, 2, chat_model / "heads.json")
     ids, method = tokenizer.encode_chat([{"role": "user", "content": "Hi"}]), DeCoRe(heads)
     out = generate(model, ids, method, 8, tokenizer=tokenizer, best=2)
@@ -185,25 +192,20 @@ def test_a_generation_has_texts_rows_and_the_page_of_the_program(chat_model, cal
             assert [p for _, _, p in row[name]] == pytest.approx(expected.values.tolist())
             assert row[name][0][1] == tokenizer.decode(row[name][0][:1])
     out.sources = find_sources(model, ids, out.ids, heads, tokenizer.hidden)
-    path = tmp_path / "page.html"
-    options = f"--model {chat_model} --heads {chat_model}/heads.json --num-heads 2 --sources"
-    options += f" --max-new-tokens 8 --prompt Hi --html {path}"
-    call(main, *options.split())
     assert out._repr_html_().startswith('<iframe srcdoc="')
-    own, of_program = page.page({"decore-entropy": out}), path.read_text()
+    own, (_, of_program) = page.page({"decore-entropy": out}), run("TWO --sources")
     assert spans(own) == spans(of_program) and len(spans(own)) > 2
     links = r"(?m)^:root:has.*"
     assert re.findall(links, own) == re.findall(links, of_program) != []
 
 
-def test_a_text_ends_before_a_stop_text_as_in_the_program(chat_model, call):
-    model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
+def test_a_text_ends_before_a_stop_text_as_in_the_program(chat, run):
+    model, tokenizer = chat
     ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
     whole = generate(model, ids, Greedy(), 8, tokenizer=tokenizer)
     stop = whole.text[3:5]
     out = generate(model, ids, Greedy(), 8, tokenizer=tokenizer, stop=stop)
-    options = f"--model {chat_model} --method greedy --max-new-tokens 8 --prompt Hi --json --stop"
-    line = json.loads(call(main, *options.split(), stop)[1])
+    line = json.loads(run("--method greedy --json --stop", stop)[0])
     assert (out.ids, out.text, out.stop) == (line["ids"], line["text"], "stop")
     assert out.text == whole.text[: whole.text.index(stop)] and len(out.ids) < len(whole.ids)
     for arguments, words in (

@@ -28,7 +28,6 @@ from tests.checkpoints import (
 )
 from tests.families import random_model
 from tests.tables import each
-from tokenizer import Tokenizer
 
 PROMPTS = [random_ids(23, seed=1), random_ids(1, seed=2), random_ids(70, seed=3)]
 ANSWERS = [random_ids(3, seed=4), random_ids(1, seed=5), random_ids(4, seed=6)]
@@ -169,10 +168,8 @@ def detect(call, chat_model, tmp_path):
     return run
 
 
-def test_questions_give_the_mean_effect_and_leave_other_scores(
-    detect, chat_model, tmp_path, monkeypatch
-):
-    model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
+def test_questions_give_the_mean_effect_and_leave_other_scores(detect, chat, tmp_path, monkeypatch):
+    model, tokenizer = chat
     expected = 0
     closed = []
     for row in CAPITALS:

@@ -131,32 +131,34 @@ FACTORS = rope(rope_theta=5e5, rope_type="default") / rope(rope_theta=5e5, **LLA
 OTHER = {"lm_head.weight": torch.randn(264, 64, generator=torch.Generator().manual_seed(1)) / 9}
 
 
-@pytest.mark.parametrize(
-    "options, dtype, tied, scaling",
-    [
-        (dict(tensors={"rope_freqs.weight": FACTORS}), torch.bfloat16, True, LLAMA31),
-        (dict(arch="qwen2", head=Kind.Q8_0), torch.float32, True, None),  # has more bits
-        (dict(arch="qwen2", head=Kind.Q8_0, tensors=OTHER), torch.float32, False, None),
-        (dict(head=Kind.Q4_0) | LINEAR, torch.float16, True, dict(rope_type="linear", factor=4)),
-    ],
-)
+# How the file differs, dtype → whether the embedding is the head, rotary scaling.
+FILES = """
+dict(tensors={"rope_freqs.weight": FACTORS}) | bfloat16 | True | LLAMA31
+dict(arch="qwen2", head=Kind.Q8_0) | float32 | True | None
+dict(arch="qwen2", head=Kind.Q8_0, tensors=OTHER) | float32 | False | None
+dict(head=Kind.Q4_0, **LINEAR) | float16 | True | dict(rope_type="linear", factor=4)
+"""
+
+
+@each("options, dtype, tied, scaling", FILES)
 def test_both_engines_read_the_values_of_the_file(options, dtype, tied, scaling, convert):
-    name = str(dtype).removeprefix("torch.")
-    values, out, err = convert(*["--dtype", name] * (name != "bfloat16"), **options)
+    options, tied, scaling = map(eval, (options, tied, scaling))
+    values, out, err = convert(*["--dtype", dtype] * (dtype != "bfloat16"), **options)
     values.pop("rope_freqs.weight", None)
-    if tied:
-        last = values.pop("lm_head.weight", None)
-        if options.get("head") == Kind.Q8_0:
-            values["model.embed_tokens.weight"] = last
-            assert "stored once, as output.weight, which has more bits" in err
-    assert ("warning" in err) == (tied and options.get("head") == Kind.Q8_0)
+    last = values.pop("lm_head.weight", None) if tied else None
+    more_bits = tied and options.get("head") == Kind.Q8_0
+    if more_bits:
+        values["model.embed_tokens.weight"] = last
+    assert ("stored once, as output.weight, which has more bits" in err) == more_bits
+    assert ("warning" in err) == more_bits
     stored = load_file(out / "model.safetensors")
     assert stored.keys() == values.keys()
-    assert all(torch.equal(stored[name], w.to(dtype)) for name, w in values.items())
+    kind = getattr(torch, dtype)
+    assert all(torch.equal(stored[name], w.to(kind)) for name, w in values.items())
     ours, theirs = Transformer.load(out), HFModel.load(out)
     ids = torch.tensor([random_ids(40)])
     assert_close(ours(ids), theirs(ids), 5e-5)  # summation order
-    assert f"torch.{ours.config.dtype}" == str(dtype) and ours.config.rope_scaling == scaling
+    assert (ours.config.dtype, ours.config.rope_scaling) == (dtype, scaling)
     assert ours.config.tied_embeddings == theirs.config.tied_embeddings == tied
 
 
@@ -166,20 +168,20 @@ def spell(text):
     return [BYTES.index(c) for c in characters]
 
 
-@pytest.mark.parametrize(
-    "pre, text, ids",
-    [
-        ("smollm", "ab12", [AB, *"12"]),
-        ("gpt-2", "ab12 e\u0301", [AB, AB12, *" e\u0301"]),
-        ("qwen2", "abc12 e\u0301", [AB, *"c12 é"]),
-        ("llama-bpe", "abc12", [BEGIN, ABC, AB12]),
-        ("surprise", "ab12", [AB, AB12]),
-        (None, "ab12", [AB, AB12]),
-    ],
-)
+RULES = """
+"smollm" | ab12 | [AB, *spell("12")]
+"gpt-2" | ab12 e\u0301 | [AB, AB12, *spell(" e\u0301")]
+"qwen2" | abc12 e\u0301 | [AB, *spell("c12 é")]
+"llama-bpe" | abc12 | [BEGIN, ABC, AB12]
+"surprise" | ab12 | [AB, AB12]
+None | ab12 | [AB, AB12]
+"""
+
+
+@each("pre, text, ids", RULES)
 def test_words_are_split_by_the_rule_of_the_file(pre, text, ids, convert):
+    pre, ids = eval(pre), eval(ids)
     _, out, err = convert(**{"tokenizer.ggml.pre": pre})
-    ids = [i for x in ids for i in ([x] if isinstance(x, int) else spell(x))]
     assert Tokenizer.load(out).encode(text) == ids
     assert AutoTokenizer.from_pretrained(out)(text).input_ids == ids
     warning = f"warning: {out.parents[1]}/a.gguf: the pre-tokenizer {pre!r}"

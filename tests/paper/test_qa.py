@@ -21,13 +21,11 @@ from pyarrow import parquet
 import evaluate
 from decoders.scoring import score
 from decore import Greedy
-from model import Transformer
 from paper import fetch, running
 from paper.report import figures, results, stored
 from paper.tasks import TASKS, answers, data, metrics, prompts, with_prompt
 from tests.checkpoints import read_lines, write_json, write_lines
 from tests.tables import cells, each, rows
-from tokenizer import Tokenizer
 
 QA = TASKS["qa"]
 ROWS = [
@@ -460,9 +458,9 @@ def test_the_beginning_follows_the_last_question_in_all_layouts_with_and_without
 
 
 @pytest.mark.parametrize("layout", prompts.LAYOUTS)
-def test_what_is_decoded_continues_the_beginning(layout, chat_model):
+def test_what_is_decoded_continues_the_beginning(layout, chat):
     """The byte-level ids are the text's. The turn of the assistant is open."""
-    tokenizer = Tokenizer.load(chat_model)
+    _, tokenizer = chat
     item = QA.read(CAPITAL) | {"index": 0}
     closed = replace(QA, context="", without_context="", closed_book=True)
     encoded = prompts.item_to_ids(QA, item, [], tokenizer, layout)
@@ -540,14 +538,14 @@ def closed_book(capitals, known):
 
 
 def test_a_closed_book_run_has_prompts_without_context_and_the_certainty_of_the_model(
-    capitals, chat_model
+    capitals, chat
 ):
     status, [out], err = capitals("--method", "greedy", "--closed-book", "--limit", 2)
     assert status == 0 and out["run"].endswith(".greedy.closed-book.jsonl"), err
     assert {"passage", "memory", "neither", "blank"} < out["metrics"].keys()
     header, *lines = read_lines(out["run"])
     assert header["header"]["closed_book"] is True
-    model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
+    model, tokenizer = chat
     for line in lines:
         [prompt] = capitals("--dry-run", "--closed-book", "--limit", line["index"] + 1)[1][-1:]
         assert "New" not in str(prompt["messages"]) and prompt["messages_without_context"] is None
@@ -560,8 +558,8 @@ def test_a_closed_book_run_has_prompts_without_context_and_the_certainty_of_the_
     assert status == 2 and "cad is left out: its prompts have no context to leave out" in err
 
 
-def test_the_certainty_is_that_of_the_most_probable_wording_which_may_be_the_runs_own(chat_model):
-    model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
+def test_the_certainty_is_that_of_the_most_probable_wording_which_may_be_the_runs_own(chat):
+    model, tokenizer = chat
     prompt, listed = tokenizer.encode("Who?"), tokenizer.encode(" Eric Blair, called Orwell")
     texts = " Orwell, who was", " Eric", " Orwellian"
     runs = [[SimpleNamespace(ids=tokenizer.encode(text, bos=False))] for text in texts]
