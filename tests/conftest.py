@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import sys
 
 import pytest
@@ -31,11 +33,14 @@ def no_standard_input(monkeypatch):
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Runs a program in this process: call(main, *arguments) → (status, stdout, stderr)."""
+    """Runs a program in this process: call(main, *arguments) → (status, stdout, stderr). A text of
+    several options is split as by a shell."""
 
     def run(main, *arguments):
-        program = main.__module__.replace(".", "/") + ".py"
-        monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
+        argv = [main.__module__.replace(".", "/") + ".py"]
+        for text in map(str, arguments):
+            argv += shlex.split(text) if re.match("--?[a-z-]+ ", text) else [text]
+        monkeypatch.setattr(sys, "argv", argv)
         try:
             status = run_program(main)
         except SystemExit as end:  # after --help
@@ -134,9 +139,6 @@ def data(tmp_path_factory):
     """Task → its arguments --task, --data and --demos: files of a few rows."""
     folder = tmp_path_factory.mktemp("data")
 
-    def lines(name, rows):
-        return str(write_lines(folder / name, rows))
-
     questions = []
     for i in range(7):
         question = f"how {'very ' * (7 * i % 5)}long {i}"
@@ -145,9 +147,11 @@ def data(tmp_path_factory):
     for i in range(5):
         swap = {"question": f"who is {i}", "org_answer": ["Old"], "sub_answer": ["New"]}
         swaps.append(swap | {"sub_context": f"{i} is New. " * (i % 3 + 1)})
-    qa = lines("qa.jsonl", questions)
-    swap = lines("swap.jsonl", swaps)
-    demos = lines("demos.jsonl", [{"question": "q", "answer": "a", "context": "c"}] * 2)
+    qa = write_lines(folder / "qa.jsonl", questions)
+    swap = write_lines(folder / "swap.jsonl", swaps)
+    demos = write_lines(
+        folder / "demos.jsonl", [{"question": "q", "answer": "a", "context": "c"}] * 2
+    )
     (folder / "2-b.csv").write_text(
         "prompt,classes,answer_index\nSay: one,\"[' two', ' three']\",1\nSo,\"[' x', ' yy']\",0\n"
     )
@@ -156,13 +160,12 @@ def data(tmp_path_factory):
         "A,C,Why?,Because,Because; So,No; Never; Not,u\nA,C,Who?,I,I,You,u\n",
         encoding="utf-8-sig",
     )
-    truthful = str(folder / "t.csv")
     return {
-        "nq-closed": ["--task", "nq-closed", "--data", qa, "--demos", demos],
-        "nq-swap": ["--task", "nq-swap", "--data", swap, "--demos", demos],
-        "memotrap": ["--task", "memotrap", "--data", str(folder / "2-b.csv")],
-        "truthfulqa-mc": ["--task", "truthfulqa-mc", "--data", truthful, "--demos", demos],
-        "truthfulqa-gen": ["--task", "truthfulqa-gen", "--data", truthful, "--demos", demos],
+        "nq-closed": f"--task nq-closed --data {qa} --demos {demos}",
+        "nq-swap": f"--task nq-swap --data {swap} --demos {demos}",
+        "memotrap": f"--task memotrap --data {folder}/2-b.csv",
+        "truthfulqa-mc": f"--task truthfulqa-mc --data {folder}/t.csv --demos {demos}",
+        "truthfulqa-gen": f"--task truthfulqa-gen --data {folder}/t.csv --demos {demos}",
     }
 
 

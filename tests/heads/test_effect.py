@@ -162,9 +162,10 @@ def detect(call, chat_model, tmp_path):
     path = write_lines(tmp_path / "capitals.jsonl", CAPITALS)
     out = tmp_path / "heads.json"
 
-    def run(*options, origin=("--questions", path)):
-        argv = *origin, "--model", chat_model, "--out", out, *options
-        status, _, err = call(questions.main, *argv)
+    def run(*options, origin=f"--questions {path}"):
+        status, _, err = call(
+            questions.main, f"{origin} --model {chat_model} --out {out}", *options
+        )
         return status, read_json(out) if out.exists() else None, err
 
     return run
@@ -182,7 +183,7 @@ def test_questions_give_the_mean_effect_and_leave_other_scores(detect, chat, tmp
         texts = row["answers"][:1] + row.get("memory", [])
         texts = [[tokenizer.encode(space + text, bos=False)] for text in texts]
         expected += effects(model, [encoded.prompt], *texts)[0] / len(CAPITALS)
-    status, content, err = detect("--batch-size", 2)
+    status, content, err = detect("--batch-size 2")
     assert status == 0, err
     assert [*content["effect"]] == [f"{i}-{j}" for i in range(3) for j in range(4)]
     found = torch.tensor([*content["effect"].values()])
@@ -198,7 +199,7 @@ def test_questions_give_the_mean_effect_and_leave_other_scores(detect, chat, tmp
     assert facts["kept"] == {"1": sum(map(same, *texts)) / 5}
     with monkeypatch.context() as patch:
         patch.setattr("decore.Masked", lambda heads: Greedy())
-        assert detect("--limit", 2)[1]["effect_facts"]["kept"] == {"1": 1}
+        assert detect("--limit 2")[1]["effect_facts"]["kept"] == {"1": 1}
     assert facts["ids"] == [f"c{i}" for i in range(5)] and (facts["n"], facts["memories"]) == (5, 3)
     scores = {head: 0.5 for head in content["effect"]}
     stored = {"scores": scores, "samples": 7, "mass": {"0-0": 1.0}}
@@ -209,7 +210,7 @@ def test_questions_give_the_mean_effect_and_leave_other_scores(detect, chat, tmp
         (scores, {"scores": scores}),  # as the authors' files
     ):
         write_json(tmp_path / "heads.json", before)
-        status, again, err = detect("--limit", 1, "--template", template)
+        status, again, err = detect(f"--limit 1 --template {template}")
         assert status == 0 and kept.items() <= again.items(), err
         assert again["effect"] != content["effect"] and again["effect_facts"]["n"] == 1
 
@@ -233,7 +234,7 @@ REFUSED = """
 def test_questions_that_measure_nothing_are_refused(detect, tmp_path, options, message):
     far = write_lines(tmp_path / "f.jsonl", [CAPITALS[0], CAPITALS[1] | {"context": "far " * 700}])
     options = options.replace("FEW", f"{tmp_path}/capitals.jsonl").replace("LONG", str(far))
-    status, content, err = detect(*options.split(), origin=())
+    status, content, err = detect(origin=options)
     assert (status, content) == (2, None) and message in err.splitlines()[-1]
 
 
@@ -249,50 +250,49 @@ def test_scored_questions_that_measured_the_heads_are_counted_and_the_measure_is
     detect, done, chat_model, tmp_path
 ):
     rows = write_lines(tmp_path / "first.jsonl", [r | {"context": "x"} for r in CAPITALS[:2]])
-    detect(origin=("--questions", rows))
+    detect(origin=f"--questions {rows}")
     said = f"heads are ranked by effect, of {tmp_path}/heads.json\n"
-    argv = "--task", "qa", "--data", tmp_path / "capitals.jsonl", "--model", chat_model
-    argv += "--heads", tmp_path / "heads.json", "--measure", "effect", "--num-heads", "1,2"
-    argv += "--max-new-tokens", 1, "--out", tmp_path / "out"
-    _, err = done(evaluate.main, *argv)
+    options = f"--task qa --data {tmp_path}/capitals.jsonl --model {chat_model} --max-new-tokens 1"
+    options += f" --heads {tmp_path}/heads.json --measure effect --num-heads 1,2"
+    _, err = done(evaluate.main, f"{options} --out {tmp_path}/out")
     assert err.count("warning: 2 of 5 questions measured the heads of") == err.count(said) == 1
-    _, err = done(evaluate.main, *argv, "--skip", 2, "--out", tmp_path / "others")
+    _, err = done(evaluate.main, f"{options} --skip 2 --out {tmp_path}/others")
     assert "measured the heads" not in err
-    argv = "--model", chat_model, "--prompt", "x", "--max-new-tokens", 1
+    options = f"--model {chat_model} --prompt x --max-new-tokens 1 --heads"
     for heads, is_said in ((tmp_path, True), (chat_model, False)):
-        more = ["--heads", heads / "heads.json", *["--measure", "effect"] * is_said]
-        assert (said in done(decode.main, *argv, *more)[1]) == is_said
+        more = f"{heads}/heads.json {'--measure effect' * is_said}"
+        assert (said in done(decode.main, f"{options} {more}")[1]) == is_said
 
 
 def test_needles_keep_the_effect_on_questions_and_questions_leave_the_scores_of_needles(
     call, done, tmp_path
 ):
     folder, out = MINIATURE / "detection", tmp_path / "heads.json"
-    argv = ["--template", "Context: {context}\\n{question}", "--max-new-tokens", 9, "--out", out]
-    argv += ["--needles", folder / "needles.jsonl", "--haystack", folder / "haystack.jsonl"]
-    argv += ["--lengths", 60, "--depths", 2, "--runs", 4, "--min-success", 1]
-    done(needles_program.main, *argv)
+    options = "--template 'Context: {context}\\n{question}' --lengths 60 --depths 2 --runs 4"
+    options += f" --max-new-tokens 9 --min-success 1 --needles {folder}/needles.jsonl"
+    options += f" --haystack {folder}/haystack.jsonl --out {out}"
+    done(needles_program.main, options)
     by_needles = read_json(out)
     line = {"question": "The capital of A is", "context": "The capital of A is B.", "answers": "B"}
-    more = "--questions", write_lines(tmp_path / "q.jsonl", [line]), "--out", out
-    done(questions.main, *more)
+    write_lines(tmp_path / "q.jsonl", [line])
+    done(questions.main, f"--questions {tmp_path}/q.jsonl --out {out}")
     both = read_json(out)
     expected = dict(both)
     assert both.pop("effect") != by_needles.pop("effect") and both.pop("effect_facts")
     assert both == by_needles
     for left_out in ((), by_needles):  # also if the questions came first
         write_lines(out, [{n: x for n, x in expected.items() if n not in left_out}])
-        done(needles_program.main, *argv)
+        done(needles_program.main, options)
         assert read_json(out) == expected
     # Stored runs of earlier versions have no effect.
     runs = tmp_path / "heads.json.runs.jsonl"
     header, *records = read_lines(runs)
     write_lines(runs, [header, *({**r, "effect": None} for r in records)])
-    assert call(needles_program.main, *argv)[0] == 2
+    assert call(needles_program.main, options)[0] == 2
     for record in records:
         del record["effect"]
     write_lines(runs, [header, *records])
     write_json(out, by_needles)
-    _, err = done(needles_program.main, *argv)
+    _, err = done(needles_program.main, options)
     assert "effect is left out: miniature has no gradient, or the stored" in err
     assert read_json(out) == by_needles

@@ -454,11 +454,11 @@ def test_the_engines_agree_on_the_ids_that_begin_end_and_pad_texts(chat_model):
 
 
 def test_a_run_has_the_same_answers_with_both_engines(done, data, chat_model, tmp_path):
-    model = ["--heads", chat_model / "heads.json", "--model", chat_model, "--max-new-tokens", 6]
+    model = f"--heads {chat_model}/heads.json --model {chat_model} --max-new-tokens 6"
     runs = []
-    for engine in [], ["--transformers"]:
+    for engine in "", "--transformers":
         out = tmp_path / f"runs{len(runs)}"
-        done(evaluate.main, *data["nq-swap"], *model, "--out", out, *engine)
+        done(evaluate.main, data["nq-swap"], f"{model} --out {out} {engine}")
         [path] = out.glob("*.jsonl")
         header, *lines = read_lines(path)
         runs.append([line["ids"] for line in lines])
@@ -470,7 +470,7 @@ def test_a_run_has_the_same_answers_with_both_engines(done, data, chat_model, tm
 def test_transformers_needs_its_package(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "hf")
-    err = refused(program.main, "--prompt", "x", "--transformers")
+    err = refused(program.main, "--prompt x --transformers")
     assert err.endswith("needs transformers: pip install transformers\n")
 
 

@@ -37,17 +37,22 @@ from tests.conftest import TEMPLATE
 from tests.paper.test_tasks import DEMOS, write, write_data
 from tests.ranks import on_processes
 from tests.tables import each
-from tokenizer import Tokenizer
 
-GREEDY = ["--method", "greedy", "--max-new-tokens", "5"]
-DECORE = ["--method", "decore-entropy", "--max-new-tokens", "5", "--num-heads", "2"]
+GREEDY = "--method greedy --max-new-tokens 5"
+DECORE = "--method decore-entropy --max-new-tokens 5 --num-heads 2"
 VARYING = ("command", "commit", "date", "time", "batch_size", "draft", "tp")  # fields of a header
 
 
 @pytest.fixture(scope="module")
-def model(chat_model):
-    """Arguments that name the tiny chat model and its head scores."""
-    return ["--model", str(chat_model), "--heads", str(chat_model / "heads.json")]
+def bare(chat_model):
+    """Options that name the tiny chat model."""
+    return f"--model {chat_model}"
+
+
+@pytest.fixture(scope="module")
+def model(bare, chat_model):
+    """Options that name it and its head scores."""
+    return f"{bare} --heads {chat_model}/heads.json"
 
 
 def write_model(folder, template=TEMPLATE, family="llama3", **config):
@@ -70,7 +75,7 @@ def runs(start, tmp_path):
     their folder if none is given."""
 
     def run(*arguments):
-        status, out, err = start("--out", tmp_path / "out", *arguments)
+        status, out, err = start(f"--out {tmp_path}/out", *arguments)
         assert status == 0, err
         return [content(one["run"]) for one in out]
 
@@ -82,8 +87,7 @@ def refusal(refused, tmp_path):
     """refusal(*arguments) → the last line of evaluate.py's refusal."""
 
     def run(*arguments):
-        out = () if "--out" in arguments else ("--out", tmp_path / "out")
-        return refused(evaluate.main, *arguments, *out).splitlines()[-1]
+        return refused(evaluate.main, *arguments, f"--out {tmp_path}/out").splitlines()[-1]
 
     return run
 
@@ -92,12 +96,12 @@ def refusal(refused, tmp_path):
 
 
 def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
-    start, model, data, tmp_path
+    start, chat_model, model, data, tmp_path
 ):
     results = []
     for size in (3, 16):
-        options = ["--batch-size", size, "--out", tmp_path / str(size)]
-        _, [out], _ = start(*model, *data["nq-closed"], *DECORE, *options)
+        options = f"--batch-size {size} --out {tmp_path}/{size}"
+        _, [out], _ = start(model, data["nq-closed"], DECORE, options)
         settings, *lines = content(out["run"])
         results.append([(line["ids"], line["prompt_sha256"]) for line in lines])
     assert results[0] == results[1]
@@ -105,7 +109,7 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
     expected = dict(task="nq-closed", layout="chat", product="plain", dtype="float32")
     assert settings.items() >= expected.items() and len(settings["heads"]) == 2
     assert settings["version"] == TASKS["nq-closed"].version
-    assert settings["fingerprint"] == Checkpoint(model[1]).fingerprint
+    assert settings["fingerprint"] == Checkpoint(chat_model).fingerprint
     assert len(settings["data"][0]["sha256"]) == 64 and settings["demos"]["file"] == "demos.jsonl"
     assert [line["id"] for line in lines] == list(range(7)) and lines[2]["references"] == ["a2"]
     for line in lines:
@@ -114,9 +118,9 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
 
 
 def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(
-    start, model, data, tmp_path, monkeypatch
+    start, bare, data, tmp_path, monkeypatch
 ):
-    arguments = [*model[:2], *data["nq-closed"], *GREEDY, "--batch-size", 2, "--out", tmp_path]
+    arguments = [bare, data["nq-closed"], GREEDY, f"--batch-size 2 --out {tmp_path}"]
     path = Path(start(*arguments)[1][0]["run"])
     complete, raw = content(path), path.read_bytes()
     first = raw.index(b"\n") + 1
@@ -136,11 +140,11 @@ def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(
     thinks = "{% if enable_thinking is not defined or enable_thinking %}think{% endif %}"
     template = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE + thinks
     folder = write_model(tmp_path / "model", template)
-    arguments = ["--model", folder, *data["nq-closed"], *GREEDY, "--limit", 1]
+    arguments = [f"--model {folder}", data["nq-closed"], GREEDY, "--limit 1"]
     think, lines = {"enable_thinking": True}, []
     another_day = datetime.datetime(2031, 12, 31)
-    for more in ([], [], ["--template-args", json.dumps(think)]):
-        [[settings, line]] = runs(*arguments, *more, "--out", tmp_path / str(len(lines)))
+    for k, more in enumerate(([], [], ["--template-args", json.dumps(think)])):
+        [[settings, line]] = runs(*arguments, *more, f"--out {tmp_path}/{k}")
         assert settings["template_args"] == (think if more else {"enable_thinking": False})
         lines.append(line)
         monkeypatch.setattr("tokenizer.datetime", SimpleNamespace(now=lambda: another_day))
@@ -159,54 +163,55 @@ def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(
 )
 def test_the_layout_is_the_models(runs, data, tmp_path, template, family, layout):
     write_model(tmp_path, template, family)
-    [[settings, _]] = runs("--model", tmp_path, *data["nq-closed"], *GREEDY, "--limit", 1)
+    [[settings, _]] = runs(f"--model {tmp_path}", data["nq-closed"], GREEDY, "--limit 1")
     assert settings["layout"] == layout
 
 
-def test_a_sample_is_the_same_for_every_method_and_grows(start, refusal, model, data, tmp_path):
-    arguments = [*data["nq-closed"], "--max-new-tokens", 2, "--out", tmp_path]
-    greedy = [*model[:2], *GREEDY[:2]]
-    random_heads = [*model, "--method", "masked", "--num-heads", 2, "--random-heads", "--seed", 5]
+def test_a_sample_is_the_same_for_every_method_and_grows(
+    start, refusal, bare, model, chat_model, data, tmp_path
+):
+    arguments = data["nq-closed"], f"--max-new-tokens 2 --out {tmp_path}/out"
+    greedy = f"{bare} --method greedy"
+    random_heads = f"{model} --method masked --num-heads 2 --random-heads --seed 5"
     samples = []
     for options in (greedy, random_heads):
         for size in (2, 4):
-            _, [out], _ = start(*options, *arguments, "--sample", size)
+            _, [out], _ = start(options, *arguments, f"--sample {size}")
             header, *lines = content(out["run"])
             assert (header["n"], header["sample"], header["sample_seed"]) == (size, size, 1234)
             samples.append([line["id"] for line in lines])
     assert samples[0] == samples[2] == samples[1][:2] and samples[1] == samples[3]
-    digest = hashlib.sha256(Path(model[3]).read_bytes()).hexdigest()
+    digest = hashlib.sha256((chat_model / "heads.json").read_bytes()).hexdigest()
     assert header["head_file"] == {"file": "heads.json", "sha256": digest}
     assert header["measure"] == "copy"
-    noted = json.loads(open(out["run"]).readline())["header"]
+    noted = read_lines(out["run"])[0]["header"]
     assert re.fullmatch(r"\d\d:\d\d:\d\d UTC", noted["time"])
     assert noted["command"].endswith("--sample 4")  # not that of the first start
-    assert "sample_seed: 1234 there, 3 now" in refusal(
-        *greedy, *arguments, "--sample", 4, "--seed", 3
-    )
+    err = refusal(greedy, *arguments, "--sample 4 --seed 3")
+    assert "sample_seed: 1234 there, 3 now" in err
 
 
 def test_the_first_items_can_be_left_out_so_that_none_was_seen_before(
-    runs, refusal, model, data, tmp_path
+    runs, refusal, bare, data, tmp_path
 ):
-    arguments = [*model[:2], *data["nq-closed"], *GREEDY[:2], "--max-new-tokens", 2]
-    [[_, *all_lines]] = runs(*arguments, "--sample", 4)
-    [[header, *lines]] = runs(*arguments, "--sample", 2, "--skip", 2, "--out", tmp_path / "skip")
+    arguments = bare, data["nq-closed"], "--method greedy --max-new-tokens 2"
+    [[_, *all_lines]] = runs(*arguments, "--sample 4")
+    [[header, *lines]] = runs(*arguments, f"--sample 2 --skip 2 --out {tmp_path}/skip")
     assert [line["id"] for line in lines] == [line["id"] for line in all_lines[2:]]
     assert header["skip"] == 2
     words = "--skip 500 leaves none of nq-closed's"
-    assert words in refusal(*arguments, "--limit", 2, "--skip", 500)
+    assert words in refusal(*arguments, "--limit 2 --skip 500")
 
 
-def test_answers_have_at_least_the_tokens_that_are_asked_for(runs, refusal, model, data, tmp_path):
+def test_answers_have_at_least_the_tokens_that_are_asked_for(runs, refusal, bare, data, tmp_path):
     eos = ",".join(map(str, range(200)))  # most answers end at once
-    options = [*model[:2], *data["nq-closed"], *GREEDY, "--eos", eos, "--max-new-tokens", 4]
+    options = bare, data["nq-closed"], f"--method greedy --eos {eos} --max-new-tokens 4"
     [[_, *lines]] = runs(*options)
     assert min(len(line["ids"]) for line in lines) == 1
-    [[header, *lines]] = runs(*options, "--min-new-tokens", 3, "--out", tmp_path / "least")
+    [[header, *lines]] = runs(*options, f"--min-new-tokens 3 --out {tmp_path}/least")
     assert header["min_new_tokens"] == 3 and min(len(line["ids"]) for line in lines) >= 3
     words = "--min-new-tokens 5 is above nq-closed's 4 new tokens"
-    assert words in refusal(*options, "--min-new-tokens", 5)
+    assert words in refusal(*options, "--min-new-tokens 5")
 
 
 @pytest.mark.parametrize(
@@ -229,11 +234,11 @@ def test_runs_with_drafts_have_the_same_answers_in_fewer_passes(
     steps = []
     read = Decoding.step
     monkeypatch.setattr(Decoding, "step", lambda *args: steps.append(1) or read(*args))
-    arguments = *model, *data["nq-closed"], "--method", "greedy,decore-entropy", "--num-heads", 2
-    answers, passes, single = [], [], ["--batch-size", 1, "--draft"]
-    for k, more in enumerate(([], [*single, 1], [*single, 8])):
+    arguments = model, data["nq-closed"], "--method greedy,decore-entropy --num-heads 2"
+    answers, passes = [], []
+    for k, more in enumerate(("", "--batch-size 1 --draft 1", "--batch-size 1 --draft 8")):
         steps.clear()
-        contents = runs(*arguments, "--max-new-tokens", 40, *more, "--out", tmp_path / str(k))
+        contents = runs(*arguments, f"--max-new-tokens 40 --out {tmp_path}/{k} {more}")
         answers.append([[line["ids"] for line in lines] for _, *lines in contents])
         passes.append(len(steps))
     assert answers[0] == answers[1] == answers[2]
@@ -243,14 +248,14 @@ def test_runs_with_drafts_have_the_same_answers_in_fewer_passes(
 # Several ranks
 
 
-@pytest.mark.parametrize("more", [[], ["--tp", "2"]], ids=["replicas", "one model"])
+@pytest.mark.parametrize("more", ["", "--tp 2"], ids=["replicas", "one model"])
 def test_two_ranks_write_the_same_rows_as_one(model, data, tmp_path, monkeypatch, capfd, more):
     # 3 batches, 2 replicas
-    arguments = ["evaluate.py", *model, *data["nq-closed"], *DECORE, "--batch-size", "3"]
+    command = f"evaluate.py {model} {data['nq-closed']} {DECORE} --batch-size 3 --out"
     files = []
-    for ranks, options in ((1, []), (2, more)):
+    for ranks, options in ((1, ""), (2, more)):
         folder = tmp_path / str(ranks)
-        monkeypatch.setattr("sys.argv", [*arguments, "--out", str(folder), *options])
+        monkeypatch.setattr("sys.argv", f"{command} {folder} {options}".split())
         on_processes(ranks, lambda: run_program(evaluate.main))
         out, err = capfd.readouterr()
         assert out.count("\n") == 1, err  # rank 0 alone prints
@@ -269,33 +274,31 @@ SWEEPS = """
     greedy masked.n2.random-uniform-seed1 masked.n2.random-uniform-seed3 | 3
 --method masked --num-heads 2 --measure copy,mass --heads {measured} | masked.n2 masked.n2.mass | 2
 --method masked,decore-entropy --num-heads 2 --mask query --mask-prompt --alpha-cap 2 \
-    --scale-alpha --amateur {model} --amateur-heads {heads} | masked.n2.query.mask-prompt \
-    decore-entropy-lite.n2.cap2.scaled.query.mask-prompt.{name} | 1
+    --scale-alpha --amateur {model} --amateur-heads {model}/heads.json | \
+    masked.n2.query.mask-prompt decore-entropy-lite.n2.cap2.scaled.query.mask-prompt.{name} | 1
 """
 
 
 @each("options, names, draws", SWEEPS)
 def test_a_sweep_runs_every_combination_once_under_its_own_name(
-    start, model, data, tmp_path, options, names, draws
+    start, model, chat_model, data, tmp_path, options, names, draws
 ):
     """draws: different sets of heads, none included."""
-    scores = read_json(Path(model[3]))
+    scores = read_json(chat_model / "heads.json")
     reverse = dict(zip(scores, [*scores.values()][::-1]))
     measured = write(tmp_path / "measured.json", {"scores": scores, "mass": reverse})
-    places = {"model": model[1], "name": Path(model[1]).name, "heads": model[3]}
-    places["measured"] = measured
-    options = f"{options} --max-new-tokens 2 --limit 1".format(**places).split()
+    places = {"model": chat_model, "name": chat_model.name, "measured": measured}
+    options = f"{options} --max-new-tokens 2 --limit 1 --out {tmp_path}".format(**places)
+    _, out, err = start(model, data["nq-closed"], options)
     names = names.format(**places).split()
-    _, out, err = start(*model, *data["nq-closed"], *options, "--out", tmp_path)
-    files = [f"nq-closed.{places['name']}.{name}.jsonl" for name in names]
+    files = [f"nq-closed.{chat_model.name}.{name}.jsonl" for name in names]
     assert [Path(one["run"]).name for one in out] == files, err
     headers = [content(one["run"])[0] for one in out]
     assert len({str(settings["heads"]) for settings in headers}) == int(draws)
+    fingerprint = Checkpoint(chat_model).fingerprint
     for settings in headers:
         lite = "lite" in settings["method"]
-        assert settings["amateur_fingerprint"] == (
-            Checkpoint(model[1]).fingerprint if lite else None
-        )
+        assert settings["amateur_fingerprint"] == (fingerprint if lite else None)
 
 
 SHARED = """
@@ -310,32 +313,33 @@ transformers | memotrap | --mask output | 4
 
 @each("engine, task, masking, reads", SHARED)
 def test_a_sweep_reads_its_prompts_once_and_writes_what_single_runs_do(
-    start, model, data, tmp_path, monkeypatch, engine, task, masking, reads
+    start, bare, chat_model, data, tmp_path, monkeypatch, engine, task, masking, reads
 ):
     """Each batch of NQ-Swap is read, and cad's prompts without context; with --mask-prompt the 8
     sets of masked rows read the prompts themselves. Multiple choice: once for each set of heads."""
-    masking, engine = masking.split(), {"own": Transformer, "transformers": HFModel}[engine]
+    engine = {"own": Transformer, "transformers": HFModel}[engine]
+    masking += f" --heads {chat_model}/heads.json"
     read = Mock(return_value=None)
     prefill = engine.prefill
     monkeypatch.setattr(HFModel, "check", lambda *args: True)  # reads two prompts
     monkeypatch.setattr(engine, "prefill", lambda *args: read() or prefill(*args))
-    options = [*model[:2], *data[task], "--batch-size", 4]
-    options += ["--max-new-tokens", 3] * (task == "nq-swap")
-    options += ["--transformers"] * (engine is HFModel)
-    more = [*model[2:], "--num-heads", "1,3", "--alpha", "0.5,2", "--out", tmp_path / "sweep"]
-    methods = "greedy,masked,decore-static,decore-entropy,cad,dola-low"
-    _, out, err = start(*options, *more, *masking, "--method", methods)
+    options = f"{bare} {data[task]} --batch-size 4"
+    options += " --max-new-tokens 3" * (task == "nq-swap")
+    options += " --transformers" * (engine is HFModel)
+    methods = "--method greedy,masked,decore-static,decore-entropy,cad,dola-low"
+    more = f"--num-heads 1,3 --alpha 0.5,2 --out {tmp_path}/sweep"
+    _, out, err = start(options, masking, methods, more)
     batches = -(-out[0]["n"] // 4)
     assert batches == (2 if task == "nq-swap" else 1) and len(out) == 12, err
     assert read.call_count == int(reads) * batches
     for one in out:
         header, *lines = content(one["run"])
-        single = ["--method", header["method"], "--out", tmp_path / "single"]
+        single = f"--method {header['method']} --out {tmp_path}/single"
         if header["heads"]:
-            single += [*model[2:], *masking, "--num-heads", header["num_heads"]]
+            single += f" {masking} --num-heads {header['num_heads']}"
         if header["alpha"]:
-            single += ["--alpha", header["alpha"]]
-        _, [again], err = start(*options, *single)
+            single += f" --alpha {header['alpha']}"
+        _, [again], err = start(options, single)
         alone, *lines_alone = content(again["run"])
         assert alone == header
         for line, expected in zip(lines, lines_alone, strict=True):
@@ -345,15 +349,15 @@ def test_a_sweep_reads_its_prompts_once_and_writes_what_single_runs_do(
 
 
 def test_every_task_runs_and_what_does_not_fit_is_said_before_the_first_run(
-    start, model, tmp_path, monkeypatch
+    start, bare, tmp_path, monkeypatch
 ):
     for task in PAPER:
         (tmp_path / task.folder).mkdir(exist_ok=True)
         write_data(task.name, tmp_path / task.folder)
-    data = "--data", tmp_path, "--demos", write(tmp_path / "demos.jsonl", *DEMOS)
+    demos = write(tmp_path / "demos.jsonl", *DEMOS)
     monkeypatch.setattr(metrics, "problems", lambda task: [f"{task.name} needs more"])
-    options = "--task", "all", "--method", "greedy,cad", "--max-new-tokens", 2, "--limit", 1
-    _, out, err = start(*model[:2], *data, *options, "--out", tmp_path / "out")
+    options = "--task all --method greedy,cad --max-new-tokens 2 --limit 1"
+    _, out, err = start(bare, options, f"--data {tmp_path} --demos {demos} --out {tmp_path}/out")
     headers = [content(one["run"])[0] for one in out]
     fitting = [task.name for task in PAPER if task.without_context]
     expected = {(task.name, "greedy") for task in PAPER} | {(name, "cad") for name in fitting}
@@ -365,25 +369,25 @@ def test_every_task_runs_and_what_does_not_fit_is_said_before_the_first_run(
         assert f"{task.name} needs more" in err[:first]
 
 
-def test_values_that_agree_in_six_digits_have_files_of_their_own(start, model, data, tmp_path):
-    options = "--method", "cad", "--alpha", "0.1234567,0.1234568,1", "--max-new-tokens", 1
-    _, out, _ = start(*model[:2], *data["nq-swap"], *options, "--out", tmp_path)
+def test_values_that_agree_in_six_digits_have_files_of_their_own(start, bare, data, tmp_path):
+    options = f"--method cad --alpha 0.1234567,0.1234568,1 --max-new-tokens 1 --out {tmp_path}"
+    _, out, _ = start(bare, data["nq-swap"], options)
     names = [Path(one["run"]).stem.partition(".cad.")[2] for one in out]
     assert names == ["a0.1234567", "a0.1234568", "a1"]
     assert [content(one["run"])[0]["alpha"] for one in out] == [0.1234567, 0.1234568, 1]
 
 
 def test_a_stored_run_of_a_later_task_is_compared_before_the_first_run(
-    start, refusal, model, tmp_path
+    start, refusal, bare, tmp_path
 ):
     for name in ("nq-swap", "memotrap"):
         (tmp_path / TASKS[name].folder).mkdir()
         write_data(name, tmp_path / TASKS[name].folder)
     demos = write(tmp_path / "demos.jsonl", *DEMOS)
-    options = [*model[:2], "--data", tmp_path, "--method", "greedy", "--out", tmp_path / "out"]
-    [one] = start(*options, "--task", "memotrap")[1]
-    options += ["--task", "nq-swap,memotrap", "--demos", demos]
-    assert 'dtype: "float32" there, "bfloat16" now' in refusal(*options, "--dtype", "bfloat16")
+    options = f"{bare} --data {tmp_path} --method greedy --out {tmp_path}/out"
+    [one] = start(options, "--task memotrap")[1]
+    err = refusal(options, f"--task nq-swap,memotrap --demos {demos} --dtype bfloat16")
+    assert 'dtype: "float32" there, "bfloat16" now' in err
     assert list((tmp_path / "out").iterdir()) == [Path(one["run"])]
 
 
@@ -398,10 +402,10 @@ def test_decoders_of_ones_own_run_in_sweeps_and_are_reported(
     code = "\n".join(textwrap.dedent(block) for block in code if "class " in block)
     file = tmp_path / "own.py"
     file.write_text(code, "utf-8")
-    classes = ["--decoder", f"{file}:Surprise", "--decoder", f"{file}:Sharp"]
-    methods = ["--method", "decore-entropy,surprise,sharp,greedy", "--alpha", "1,2"]
-    options = [*model, *methods, "--num-heads", 2, *classes, "--out", tmp_path / "o"]
-    _, out, err = start(*data["nq-swap"], *options, "--max-new-tokens", 3)
+    classes = f"--decoder {file}:Surprise --decoder {file}:Sharp"
+    methods = "--method decore-entropy,surprise,sharp,greedy --alpha 1,2"
+    options = f"{model} {methods} --num-heads 2 {classes} --out {tmp_path}/out"
+    _, out, err = start(data["nq-swap"], options, "--max-new-tokens 3")
     names = [Path(one["run"]).stem.split(".", 2)[2] for one in out]
     expected = "decore-entropy.n2 surprise.n2.a1 surprise.n2.a2 sharp.a1 sharp.a2 greedy"
     assert names == expected.split(), err
@@ -410,21 +414,22 @@ def test_decoders_of_ones_own_run_in_sweeps_and_are_reported(
     for line, sharp, greedy in zip(contents[1][1:], contents[3][1:], contents[5][1:]):
         assert min(line["alphas"]) > 0 and line["alphas"] != line["entropies"]
         assert sharp["ids"] == greedy["ids"]
-    prompt = *model, "--prompt", "Hi", "--method", "surprise,sharp,greedy", "--num-heads", 2
-    out, _ = done(decode.main, *prompt, *classes, "--max-new-tokens", 3, "--json")
+    prompt = f"{model} --prompt Hi {classes} --method"
+    options_of_prompt = "surprise,sharp,greedy --num-heads 2 --max-new-tokens 3 --json"
+    out, _ = done(decode.main, f"{prompt} {options_of_prompt}")
     surprise, sharp, greedy = map(json.loads, out.splitlines())
     assert surprise["method"] == "surprise" and sharp["ids"] == greedy["ids"]
     assert min(surprise["alphas"]) > 0 and surprise["alphas"] != surprise["entropies"]
     words = ":Surprise has no effect: add surprise to --method"
-    assert words in refused(decode.main, *prompt[:-2], *classes, "--method", "sharp")
+    assert words in refused(decode.main, f"{prompt} sharp")
     del METHODS["surprise"], METHODS["sharp"]  # a report does not load own decoders
-    report, _ = done(evaluate.main, "report", tmp_path / "o")
+    report, _ = done(evaluate.main, "report", tmp_path / "out")
     assert "| surprise, N = 2, α = 1 " in report and "| sharp, α = 2 " in report
-    _, out, err = start(*data["truthfulqa-mc"], *options)
+    _, out, err = start(data["truthfulqa-mc"], options)
     choices = [content(one["run"])[1]["scores_true"] for one in out]
     assert len(choices) == 6 and choices[0] != choices[1], err
     file.write_text(code + "# another rule\n", "utf-8")
-    assert "decoder.sha256" in refusal(*data["nq-swap"], *options, "--max-new-tokens", 3)
+    assert "decoder.sha256" in refusal(data["nq-swap"], options, "--max-new-tokens 3")
 
 
 OWN = """
@@ -465,18 +470,18 @@ def test_a_decoder_of_ones_own_that_cannot_be_used_is_named(
     for file in {"o.py", name.split(":")[0]}:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(OWN.format(alpha=alpha))
-    decoders = ["--decoder", f"{tmp_path}/{name}"]
+    decoders = f"--decoder {tmp_path}/{name}"
     if name.startswith("b/"):
-        decoders += ["--decoder", f"{tmp_path}/o.py:Mine"]
-    options = *data["nq-swap"], "--limit", 1, "--method", method, "--num-heads", 2
-    assert words in refusal(*options, *model, *decoders)
+        decoders += f" --decoder {tmp_path}/o.py:Mine"
+    options = f"--limit 1 --method {method} --num-heads 2 {decoders}"
+    assert words in refusal(model, data["nq-swap"], options)
 
 
 # Refusals
 
 
 @pytest.fixture(scope="module")
-def places(chat_model, data, tmp_path_factory):
+def places(bare, chat_model, data, tmp_path_factory):
     """Names in the commands of MISTAKES → paths; tasks → their arguments."""
     folder = tmp_path_factory.mktemp("models")
     write_model(folder / "little", max_position_embeddings=64)
@@ -487,8 +492,8 @@ def places(chat_model, data, tmp_path_factory):
     # Some of MemoTrap's prompts without context are empty.
     empty = "prompt,classes,answer_index\nSay it twice:,\"[' two', ' three']\",1\n"
     (folder / "2-b.csv").write_text(empty)
-    names = {name.replace("-", "_"): shlex.join(options) for name, options in data.items()}
-    return names | {"m": folder, "chat": f"--model {chat_model}"}
+    names = {name.replace("-", "_"): options for name, options in data.items()}
+    return names | {"m": folder, "chat": bare}
 
 
 MISTAKES = """
@@ -545,59 +550,58 @@ def test_the_last_token_of_an_answer_needs_no_position(start, data, tmp_path):
     """A prompt of 26 tokens and "three": 26 + 5, and the end of the turn, which is not read."""
     for context, expected in ((30, 2), (31, 0)):
         folder = write_model(tmp_path / str(context), max_position_embeddings=context)
-        options = *data["memotrap"], "--method", "greedy", "--out", tmp_path / "out"
-        assert start("--model", folder, *options)[0] == expected
+        options = f"--model {folder} {data['memotrap']} --method greedy --out {tmp_path}/out"
+        assert start(options)[0] == expected
 
 
 # Multiple choice and CAD
 
 
-def encoded(model, arguments):
+def encoded(tokenizer, options):
     """The token ids of the first item of a task's data."""
-    _, name, _, path, _, demos = arguments
+    _, name, _, path, _, demos = options.split()
     task = TASKS[name]
     items, _, demos, _ = load_data(task, path, demos)
     [first] = draw_items(items, 1)
-    return item_to_ids(task, first, demos, Tokenizer.load(model[1]), "chat")
+    return item_to_ids(task, first, demos, tokenizer, "chat")
 
 
-@pytest.mark.parametrize("more", [[], ["--no-renormalise"]])
-def test_choices_are_scored_the_true_ones_first(runs, model, data, more):
-    options = "--method", "decore-entropy", "--num-heads", 2, *more
-    [[settings, row, _]] = runs(*model, *data["truthfulqa-mc"], *options)
+@pytest.mark.parametrize("more", ["", "--no-renormalise"])
+def test_choices_are_scored_the_true_ones_first(runs, chat, model, data, more):
+    options = f"--method decore-entropy --num-heads 2 {more}"
+    [[settings, row, _]] = runs(model, data["truthfulqa-mc"], options)
     assert settings["mask_prompt"] is None and settings["max_new_tokens"] is None
     assert settings["renormalise"] == (not more)
-    item = encoded(model, data["truthfulqa-mc"])
-    pair = Transformer.load(model[1]), item.prompt
-    scores = score(*pair, item.answers, DeCoRe(settings["heads"]), renormalise=not more)
+    loaded, tokenizer = chat
+    item = encoded(tokenizer, data["truthfulqa-mc"])
+    method = DeCoRe(settings["heads"])
+    scores = score(loaded, item.prompt, item.answers, method, renormalise=not more)
     assert row["scores_true"] + row["scores_false"] == pytest.approx(scores)
     assert len(row["scores_true"]) == 2 and row["best_position"] == 0 and row["merged"] == 0
 
 
-def test_cad_contrasts_with_the_prompt_without_context(runs, model, data):
-    options = "--max-new-tokens", 3, "--method", "cad"
-    [[_, first, *_]] = runs(*model[:2], *data["nq-swap"], *options)
-    item = encoded(model, data["nq-swap"])
-    method = CAD(item.without_context)
-    expected = generate(Transformer.load(model[1]), item.prompt, method, max_new_tokens=3)
+def test_cad_contrasts_with_the_prompt_without_context(runs, chat, bare, data):
+    [[_, first, *_]] = runs(bare, data["nq-swap"], "--max-new-tokens 3 --method cad")
+    model, tokenizer = chat
+    item = encoded(tokenizer, data["nq-swap"])
+    expected = generate(model, item.prompt, CAD(item.without_context), max_new_tokens=3)
     assert first["ids"] == expected.ids
 
 
 @pytest.mark.parametrize("name, part", [("nq-swap", 1 / 4), ("memotrap", 2)])
 def test_the_bar_moves_with_each_token_and_with_each_question_of_multiple_choice(
-    start, data, chat_model, moves, tmp_path, name, part
+    start, data, model, moves, tmp_path, name, part
 ):
-    options = "--model", chat_model, *data[name], "--out", tmp_path, "--method", "greedy,masked"
-    options += "--heads", chat_model / "heads.json", "--num-heads", 2
-    options += () if name == "memotrap" else ("--max-new-tokens", 4, "--eos", 0)
-    status, _, err = start(*options)
+    options = f"{model} {data[name]} --out {tmp_path} --method greedy,masked --num-heads 2"
+    options += "" if name == "memotrap" else " --max-new-tokens 4 --eos 0"
+    status, _, err = start(options)
     n = 2 if name == "memotrap" else 5
     assert status == 0 and sum(moves) == pytest.approx(2 * n), err
     assert moves == pytest.approx([part] * round(2 * n / part) + [0])
     moves.clear()
     torn = next(tmp_path.glob("*.greedy.jsonl"))
     torn.write_bytes(torn.read_bytes()[:-9])
-    assert start(*options)[0] == 0 and sum(moves) == pytest.approx(1)
+    assert start(options)[0] == 0 and sum(moves) == pytest.approx(1)
     assert max(accumulate(moves)) <= 1  # though the batch is decoded again
 
 

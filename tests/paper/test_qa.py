@@ -74,8 +74,8 @@ def refusal(refused):
     """refusal(path, *options) → the last line of evaluate.py's refusal of a file of questions."""
 
     def run(path, *options):
-        qa = "--task", "qa", "--data", path, "--dry-run"
-        return refused(evaluate.main, *qa, *options).splitlines()[-1]
+        qa = f"--task qa --data {path} --dry-run"
+        return refused(evaluate.main, qa, *options).splitlines()[-1]
 
     return run
 
@@ -147,7 +147,7 @@ def test_an_id_that_a_run_cannot_store_is_refused_before_decoding(refusal, start
         parquet.write_table(pyarrow.Table.from_pylist(lines), path)
         if name == "id":
             assert "q.parquet, line 1: " in refusal(path)
-    assert start("--task", "qa", "--data", path, "--dry-run")[0] == 0
+    assert start(f"--task qa --data {path} --dry-run")[0] == 0
 
 
 def test_a_text_in_brackets_is_a_list_of_texts_or_refused(tmp_path):
@@ -184,9 +184,9 @@ qa | (qa.csv, qa.tsv, qa.jsonl, qa.json, qa.parquet); name one with --data
 nq-swap | (dev-*.parquet, data/dev-*.parquet, there or in nq_swap/); evaluate.py fetch
 """
     for task, words in rows(looked_for):
-        assert f"{tmp_path}: no file for {task} {words}" in refusal(tmp_path, "--task", task)
+        assert f"{tmp_path}: no file for {task} {words}" in refusal(tmp_path, f"--task {task}")
     write_questions(tmp_path / "qa.csv")
-    assert len(start("--task", "qa", "--data", tmp_path, "--dry-run")[1]) == 2
+    assert len(start(f"--task qa --data {tmp_path} --dry-run")[1]) == 2
 
 
 # Prompts
@@ -240,16 +240,16 @@ a } {question} | Single '}'
 def test_a_template_that_is_not_right_is_refused(refusal, tmp_path, template, words):
     path = tmp_path / "t.txt"
     path.write_text(template.replace(r"\n", "\n"))
-    last = refusal(write_questions(tmp_path / "q.csv"), "--template", path)
+    last = refusal(write_questions(tmp_path / "q.csv"), f"--template {path}")
     assert words in last and f"error: {path}" in last
 
 
 def test_a_template_is_a_file_and_it_and_the_system_prompt_are_of_own_questions(refusal, tmp_path):
     path = write_questions(tmp_path / "q.csv")
-    last = refusal(path, "--template", "Q: {question}")
+    last = refusal(path, "--template 'Q: {question}'")
     assert "--template takes a file: write 'Q: {question}' in one" in last
     for option in ("--template", "--system"):
-        last = refusal(path, "--task", "miniature", option, path)
+        last = refusal(path, f"--task miniature {option} x")
         assert f"{option} has no effect on miniature" in last
 
 
@@ -342,34 +342,33 @@ def run(start, chat_model, tmp_path):
         line = dict(id=f"q{i}", question=f"Code of {i}?", context=context, answers=f"k{i}")
         lines.append(line)
     path = write_questions(tmp_path / "mine.csv", lines)
-    model = "--model", chat_model, "--heads", chat_model / "heads.json"
-    options = *model, "--task", "qa", "--data", path, "--out", tmp_path / "out"
-
-    return lambda *more: start(*options, "--max-new-tokens", 3, *more)
+    model = f"--model {chat_model} --heads {chat_model}/heads.json --max-new-tokens 3"
+    options = f"{model} --task qa --data {path} --out {tmp_path}/out"
+    return lambda *more: start(options, *more)
 
 
 def test_all_methods_run_and_another_prompt_does_not_continue_a_run(run, tmp_path):
-    sweep = "--method", "greedy,masked,decore-entropy,cad", "--num-heads", 2
-    status, out, err = run(*sweep, "--sample", 6)
+    sweep = "--method greedy,masked,decore-entropy,cad --num-heads 2"
+    status, out, err = run(sweep, "--sample 6")
     assert status == 0 and len(out) == 4, err
     assert set(out[0]["metrics"]) == {"answer_contained", "exact_match", "f1"}
     header, *lines = read_lines(out[0]["run"])
     assert header["header"]["template"] == "Context: {context}\nQuestion: {question}\nAnswer:"
     assert header["header"]["system"] == SYSTEM and header["header"]["max_new_tokens"] == 3
     assert lines[0]["id"] in {f"q{i}" for i in range(12)} and "context" not in lines[0]
-    assert run(*sweep, "--sample", 8)[1][0]["n"] == 8
+    assert run(sweep, "--sample 8")[1][0]["n"] == 8
     template = tmp_path / "t.txt"
     template.write_text("Context: {context}\nQ: {question}\n")
     was = 'template: "Context: {context}\\nQuestion: {question}\\nAns'
-    for option, value, words in ("--template", template, was), ("--system", "", "system: "):
-        status, _, err = run(*sweep, "--sample", 8, option, value)
+    for options, words in (f"--template {template}", was), ("--system ''", "system: "):
+        status, _, err = run(sweep, f"--sample 8 {options}")
         assert status == 2 and "was made with other settings" in err and words in err
 
 
 def test_a_report_names_the_file_and_compares_only_runs_of_one_prompt(run, done, tmp_path):
-    sweep = "--method", "greedy,masked", "--num-heads", "1,2"
-    assert run(*sweep)[0] == 0
-    assert run(*sweep[:3], 1, "--system", "", "--out", tmp_path / "out" / "other")[0] == 0
+    sweep = "--method greedy,masked --num-heads 1,2"
+    assert run(sweep)[0] == 0
+    assert run(sweep, f"--num-heads 1 --system '' --out {tmp_path}/out/other")[0] == 0
     report = partial(done, evaluate.main, "report", tmp_path / "out")
     out, _ = report()
     assert "| answer contained | exact match |" in out
@@ -379,12 +378,12 @@ def test_a_report_names_the_file_and_compares_only_runs_of_one_prompt(run, done,
     assert "qa f1" in report("--all")[0] and "f1" in report("--csv")[0]
 
 
-@pytest.mark.parametrize("limit, n", [([], 5), (["--limit", "1"], 1)])
+@pytest.mark.parametrize("limit, n", [("", 5), ("--limit 1", 1)])
 def test_a_report_on_own_data_of_the_papers_tasks_names_their_file(
     start, done, data, chat_model, tmp_path, limit, n
 ):
-    options = *data["nq-swap"], "--method", "greedy", "--max-new-tokens", 2, *limit
-    assert start("--model", chat_model, *options, "--out", tmp_path)[0] == 0
+    options = f"--model {chat_model} --method greedy --max-new-tokens 2 --out {tmp_path} {limit}"
+    assert start(data["nq-swap"], options)[0] == 0
     out, _ = done(evaluate.main, "report", tmp_path)
     assert f"nq-swap, {n} items of swap.jsonl." in out and "4,746" not in out
 
@@ -524,13 +523,13 @@ def capitals(start, chat_model, tmp_path):
         line = dict(id=f"c{i}", question=f"Capital of {i}?", context=f"It is New{i}.")
         lines.append(line | dict(answers=[f"New{i}"], memory=[f"Old{i}", "Old"], begin="It is"))
     write_lines(tmp_path / "qa.jsonl", lines)
-    options = "--model", chat_model, "--task", "qa", "--data", tmp_path, "--out", tmp_path / "out"
-    return lambda *more: start(*options, "--max-new-tokens", 2, *more)
+    options = f"--model {chat_model} --task qa --data {tmp_path} --max-new-tokens 2"
+    return lambda *more: start(f"{options} --out {tmp_path}/out", *more)
 
 
 def closed_book(capitals, known):
     """A closed-book run whose answers are made to be `known` → its path."""
-    [out] = capitals("--method", "greedy", "--closed-book")[1]
+    [out] = capitals("--method greedy --closed-book")[1]
     header, *lines = read_lines(out["run"])
     for line in lines:
         line["prediction"] = f" Old{line['index']}." if line["id"] in known else " Else."
@@ -540,21 +539,21 @@ def closed_book(capitals, known):
 def test_a_closed_book_run_has_prompts_without_context_and_the_certainty_of_the_model(
     capitals, chat
 ):
-    status, [out], err = capitals("--method", "greedy", "--closed-book", "--limit", 2)
+    status, [out], err = capitals("--method greedy --closed-book --limit 2")
     assert status == 0 and out["run"].endswith(".greedy.closed-book.jsonl"), err
     assert {"passage", "memory", "neither", "blank"} < out["metrics"].keys()
     header, *lines = read_lines(out["run"])
     assert header["header"]["closed_book"] is True
     model, tokenizer = chat
     for line in lines:
-        [prompt] = capitals("--dry-run", "--closed-book", "--limit", line["index"] + 1)[1][-1:]
+        *_, prompt = capitals(f"--dry-run --closed-book --limit {line['index'] + 1}")[1]
         assert "New" not in str(prompt["messages"]) and prompt["messages_without_context"] is None
         chat = prompt["messages"]
         ids = tokenizer.encode_chat(chat, continue_final_message=True, today=prompts.DAY)
         answers = [tokenizer.encode(f" {text}") for text in line["memory"]]
         log_ps = score(model, ids, answers, Greedy())
         assert line["memory_log_p"] == pytest.approx(max(log_ps), abs=1e-5)  # rounded
-    status, _, err = capitals("--method", "cad", "--closed-book")
+    status, _, err = capitals("--method cad --closed-book")
     assert status == 2 and "cad is left out: its prompts have no context to leave out" in err
 
 
@@ -576,33 +575,31 @@ def test_known_and_unknown_keep_the_rows_that_a_closed_book_run_answers_from_mem
     capitals, tmp_path
 ):
     run = closed_book(capitals, known=("c1", "c4"))
-    names = []
-    for option, expected in (("--known", ["c1", "c4"]), ("--unknown", ["c0", "c2", "c3", "c5"])):
-        status, [out], err = capitals("--method", "greedy", option, run)
-        assert status == 0 and f"qa: {len(expected)} of 6 rows are {option[2:]}\n" in err
+    for kind, expected in (("known", ["c1", "c4"]), ("unknown", ["c0", "c2", "c3", "c5"])):
+        status, [out], err = capitals(f"--method greedy --{kind} {run}")
+        assert status == 0 and f"qa: {len(expected)} of 6 rows are {kind}\n" in err
         header, *lines = read_lines(out["run"])
         assert [line["id"] for line in lines] == expected
         record = header["header"]["known"]
-        assert record["rows"] == option[2:] and record["file"] == run.name
-        names.append(Path(out["run"]).name)
-        assert f".{option[2:]}-{record['sha256'][:6]}.jsonl" in names[-1]
-    assert len(capitals("--dry-run", "--known", run, "--sample", 1)[1]) == 1
+        assert record["rows"] == kind and record["file"] == run.name
+        assert out["run"].endswith(f".{kind}-{record['sha256'][:6]}.jsonl")
+    assert len(capitals(f"--dry-run --known {run} --sample 1")[1]) == 1
     packed = tmp_path / "known.jsonl.xz"
     packed.write_bytes(lzma.compress(run.read_bytes()))
-    options = "--dry-run", "--sample", 1, "--known"
-    assert capitals(*options, packed / "qa" / run.name) == capitals(*options, run)
+    options = "--dry-run --sample 1 --known"
+    assert capitals(f"{options} {packed}/qa/{run.name}") == capitals(f"{options} {run}")
     # A file in which the passage says the truth is matched by ids; one without ids, by questions.
     questions = read_lines(tmp_path / "qa.jsonl")[::-1]
     truth = [row | {"answers": row.pop("memory")} for row in questions]
     path = write_lines(tmp_path / "truth.jsonl", truth)
-    options = "--dry-run", "--known", run, "--data", path
-    lines = capitals(*options)[1]
+    options = f"--dry-run --known {run} --data {path}"
+    lines = capitals(options)[1]
     assert [line["id"] for line in lines] == ["c4", "c1"]
     assert all(line["memory"] == line["references"] for line in lines)  # of the run
     for row in truth:
         del row["id"]
     write_lines(path, truth)
-    assert [line["id"] for line in capitals(*options)[1]] == [1, 4]
+    assert [line["id"] for line in capitals(options)[1]] == [1, 4]
 
 
 def test_a_run_that_does_not_tell_what_is_known_is_refused_in_one_line(capitals, tmp_path):
@@ -629,24 +626,24 @@ def test_a_run_that_does_not_tell_what_is_known_is_refused_in_one_line(capitals,
         ([header, *unknown], "no row of the data is known"),
     ):
         path = write_lines(tmp_path / "run.jsonl", content)
-        status, _, err = capitals("--method", "greedy", "--known", path)
+        status, _, err = capitals(f"--method greedy --known {path}")
         assert status == 2 and words in err.splitlines()[-1] and str(path) in err, words
     write_lines(path, [limited, *lines[1:4]])
-    status, printed, err = capitals("--known", path, "--dry-run")
+    status, printed, err = capitals(f"--known {path} --dry-run")
     assert [line["id"] for line in printed] == ["c1"] and "lacks 3 rows: left out" in err
-    status, _, err = capitals("--task", "miniature", "--closed-book")
+    status, _, err = capitals("--task miniature --closed-book")
     assert status == 2 and "--closed-book has no effect on miniature" in err
 
 
 def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_book_run(
     capitals, done, chat_model, tmp_path
 ):
-    heads = "--heads", chat_model / "heads.json", "--num-heads", 2
+    heads = f"--heads {chat_model}/heads.json --num-heads 2"
     run = closed_book(capitals, known=("c0",))
     header, *lines = read_lines(run)
     log_ps = [-3, -1, -2, -0.5, -5, -4]
     write_lines(run, [header, *(x | {"memory_log_p": p} for x, p in zip(lines, log_ps))])
-    capitals("--method", "greedy,masked", *heads)
+    capitals("--method greedy,masked", heads)
     answers = {"greedy": ("Old0", "New1", "Old2", "New3", "Else", " "), "masked": ("New",) * 6}
     for path in (tmp_path / "out").glob("*.jsonl"):
         header, *lines = read_lines(path)
@@ -689,7 +686,7 @@ def test_a_value_is_a_mean_over_the_n_beside_it_and_each_row_is_in_a_table(
     capitals, done, tmp_path
 ):
     """Of six rows the first has a memory against its passage, the second one that agrees."""
-    capitals("--method", "greedy,cad")
+    capitals("--method greedy,cad")
     memories = [["Old0"], ["The new1"], *[None] * 4]
     for path in (tmp_path / "out").glob("*.jsonl"):
         header, *lines = read_lines(path)

@@ -32,9 +32,9 @@ def write_run(folder, *answers):
 
 
 def test_runs_and_folders_of_runs_are_scored_again(start, refused, chat_model, data, tmp_path):
-    common = "--model", chat_model, "--method", "greedy", "--out", tmp_path
-    _, [choice], _ = start(*common, *data["memotrap"])
-    _, [text], _ = start(*common, *data["truthfulqa-gen"], "--max-new-tokens", 5)
+    common = f"--model {chat_model} --method greedy --out {tmp_path}"
+    _, [choice], _ = start(common, data["memotrap"])
+    _, [text], _ = start(common, data["truthfulqa-gen"], "--max-new-tokens 5")
     assert list(text["metrics"]) == ["rejection"]  # without a judge
     _, [*lines, means], _ = start("rescore", "--rows", choice["run"])
     assert means == {"metrics": choice["metrics"], "n": 2}
@@ -170,7 +170,7 @@ def test_a_pickle_that_would_run_code_is_not_read(pickled, refused, tmp_path):
 
     evil = shutil.copytree(pickled, tmp_path / "evil")
     torch.save({"model.embed_tokens.weight": Code()}, evil / "pytorch_model.bin")
-    options = "rescore", "--judge-models", f"{evil},i"
+    options = "rescore", f"--judge-models {evil},i"
     err = refused(evaluate.main, *options, write_run(tmp_path, "A."))
     assert "code was run" not in err
     assert "evil cannot be loaded" in err and len(err.splitlines()[-1]) < 400
