@@ -28,8 +28,8 @@ from tests.checkpoints import (
 from tests.tables import each, rows
 from tokenizer import Tokenizer
 
-SHORT = ["--max-new-tokens", "6"]
-FLAGS = [*SHORT, "--num-heads", "2"]
+SHORT = ["--max-new-tokens 6"]
+FLAGS = [*SHORT, "--num-heads 2"]
 THINKING = (
     "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content }}<|end|>{% endfor "
     "%}<|turn|>assistant:"
@@ -91,7 +91,7 @@ def test_an_interruption_prints_what_there_is_of_all_answers(call, base, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr("decore.generate", generate)
-    two = *base, *FLAGS, "--prompt", "Hi", "--prompt", "Ho", "--stop", "some text"  # holds back
+    two = *base, *FLAGS, "--prompt Hi --prompt Ho --stop 'some text'"  # holds back
     assert call(main, *two)[:2] == (130, "")
     tokens += [(0, 72), (1, 73), (1, 257)]  # 257 ends an answer
     one, other = (Tokenizer.load(base[1]).decode([i]) for i in (72, 73))
@@ -133,8 +133,8 @@ def test_prompts_of_all_kinds_are_decoded_in_order_and_the_text_is_that_of_the_j
             monkeypatch.setattr("sys.stdin", stdin)
             return ends(main, *base, *FLAGS, *options)
 
-    several = ["--prompt", "word " * 20, "--prompt-file", path, "--prompt-ids", "72,105"]
-    piped = [*several, "--prompt-file", "-"]
+    several = ["--prompt", "word " * 20, f"--prompt-file {path} --prompt-ids 72,105"]
+    piped = [*several, "--prompt-file -"]
     out, err = run(*piped)
     lines = [*map(json.loads, run(*piped, "--json")[0].splitlines())]
     tokenizer = Tokenizer.load(base[1])
@@ -161,8 +161,8 @@ def test_a_line_of_a_file_is_a_prompt_and_json_gives_its_fields_back_in_order(
         dict(messages=chat, without_context="And?"),
     ]
     path = write_lines(tmp_path / "prompts.jsonl", given)
-    command = *base, *FLAGS, "--prompts", path, "--method", "cad,decore-entropy"
-    for more in [], ["--batch-size", 2]:
+    command = *base, *FLAGS, f"--prompts {path} --method cad,decore-entropy"
+    for more in [], ["--batch-size 2"]:
         lines = objects(*command, *more)
         assert [line["index"] for line in lines] == [0, 1, 2] * 2
         for line, prompt in zip(lines, given * 2, strict=True):
@@ -182,7 +182,7 @@ def test_a_line_of_a_file_is_a_prompt_and_json_gives_its_fields_back_in_order(
         f"[{i}] {title}\n{line['text']}\n\n"
         for i, (title, line) in enumerate(zip(titles, lines[3:], strict=True), 1)
     )
-    command = *base[:2], *SHORT, "--method=cad", "--prompt=b", "--without-context=it?"
+    command = *base[:2], *SHORT, "--method=cad --prompt=b --without-context=it?"
     both = objects(*command, "--prompts", write_lines(tmp_path / "one.jsonl", given[:1]))
     assert [both[0]["ids"], both[1]["ids"]] == [objects(*command)[0]["ids"], lines[0]["ids"]]
 
@@ -210,10 +210,10 @@ end with an assistant's turn, so "begin" has no place
 def test_a_line_that_is_not_a_prompt_is_named(refused, base, tmp_path, line, words):
     path = tmp_path / "p.jsonl"
     path.write_text(f'{{"prompt": "a", "without_context": "b"}}\n{line}\n')
-    err = refused(main, *base[:2], "--prompts", path, "--method=cad", "--json")
+    err = refused(main, *base[:2], f"--prompts {path} --method=cad --json")
     assert err.count("\n") == 1 and words in err
     path.write_text("\n")
-    assert "p.jsonl: it is empty" in refused(main, *base[:2], "--prompts", path)
+    assert "p.jsonl: it is empty" in refused(main, *base[:2], f"--prompts {path}")
 
 
 def test_titles_begin_with_the_line_or_the_word_in_which_prompts_differ():
@@ -227,40 +227,40 @@ def test_titles_begin_with_the_line_or_the_word_in_which_prompts_differ():
 
 
 def test_an_answer_that_fills_the_context_says_so(call):
-    prompt = "--prompt-ids", "5" + ",5" * 249, "--method", "greedy"
+    prompt = "--prompt-ids", "5" + ",5" * 249, "--method greedy"
     for n, full in ((6, False), (7, True)):  # the miniature reads 256 tokens
-        _, _, err = call(main, *prompt, "--max-new-tokens", n)
+        _, _, err = call(main, *prompt, f"--max-new-tokens {n}")
         assert "greedy: 6 tokens" in err
         assert ("an answer ended because the context is full" in err) == full
 
 
 def test_a_head_file_that_was_found_by_a_name_is_said(call, base, tmp_path):
     said = f"heads are ranked by copy, of {FOLDER / 'scores/miniature.json'}\n"
-    one = "--prompt-file", EXAMPLE, "--max-new-tokens", 1
+    one = f"--prompt-file {EXAMPLE} --max-new-tokens 1"
     assert call(main, *one)[2].startswith(said)
-    assert said in call(main, *one, "--heads", "miniature")[2]
-    for more in (["--heads", FOLDER / "scores/miniature.json"], ["--heads", "2-0,2-1"]):
+    assert said in call(main, *one, "--heads miniature")[2]
+    for more in ([f"--heads {FOLDER}/scores/miniature.json"], ["--heads 2-0,2-1"]):
         assert "ranked" not in call(main, *one, *more)[2]
-    assert "ranked" not in call(main, *one, "--method", "greedy")[2]
+    assert "ranked" not in call(main, *one, "--method greedy")[2]
 
 
 def test_an_alpha_that_stays_high_is_reported_with_its_remedy(call, base):
     """The tiny model is unsure of everything: its entropy is near ln 259."""
-    prompts = "--prompt", "a", "--prompt", "b"
-    heads = "--num-heads", 2, "--eos", 0
-    err = call(main, *base, *heads, *prompts, "--max-new-tokens", 6)[2]
+    prompts = "--prompt a --prompt b"
+    heads = "--num-heads 2 --eos 0"
+    err = call(main, *base, *heads, *prompts, "--max-new-tokens 6")[2]
     assert re.search(r"\ndecore-entropy: mean α 5\.\d in 2 of 2 answers; .* --alpha-cap 0.5 ", err)
     assert "entropy: mean α 5" in call(main, *base, *heads, *prompts[:2], *SHORT)[2]
     for more in (
-        ["--alpha-cap", 0.5],
-        ["--max-new-tokens", 5],  # the first tokens of an answer are often unsure
-        ["--method", "decore-static", "--alpha", 3],  # as requested
+        ["--alpha-cap 0.5"],
+        ["--max-new-tokens 5"],  # the first tokens of an answer are often unsure
+        ["--method decore-static --alpha 3"],  # as requested
     ):
         assert "mean α" not in call(main, *base, *heads, *prompts, *SHORT, *more)[2]
 
 
 def test_sources_stand_below_each_answer_word_by_word(call):
-    _, out, _ = call(main, "--prompt-file", EXAMPLE, "--sources")
+    _, out, _ = call(main, f"--prompt-file {EXAMPLE} --sources")
     assert out == " Dasholm.\n  Dasholm. ← Dasholm. 75%, is 8%, on 4%, 2 more\n"
 
 
@@ -278,7 +278,7 @@ def test_tokens_without_sources_do_not_count_in_the_shares_of_a_word():
 def test_of_many_words_the_most_telling_sources_are_shown_and_the_rest_counted(call, monkeypatch):
     monkeypatch.setattr("cli.printing.LINES", 2)
     text = "--raw", "--prompt", EXAMPLE.read_text().partition("Answer")[0]
-    _, out, _ = call(main, *text, "--max-new-tokens", 60, "--sources")
+    _, out, _ = call(main, *text, "--max-new-tokens 60 --sources")
     shares = re.findall(r"← \S+ (\d+)%", out)
     assert len(shares) == 2 and min(map(int, shares)) >= 75
     assert re.search(r"\n +… and \d+ more words\n$", out)
@@ -288,8 +288,8 @@ def test_compare_shows_greedy_masked_and_decore_without_and_with_an_amateur(
     done, objects, base, tmp_path
 ):
     heads = write_model(tmp_path, seed=3)[3]
-    amateur = ["--amateur", tmp_path, "--amateur-heads", heads]
-    prompt = [*FLAGS, "--prompt", "Hi"]
+    amateur = [f"--amateur {tmp_path} --amateur-heads {heads}"]
+    prompt = [*FLAGS, "--prompt Hi"]
     lines = {line["method"]: line for line in objects(*base, *amateur, *prompt, "--compare")}
     assert list(lines) == ["greedy", "masked", "decore-entropy", "decore-entropy-lite"]
     lite = lines.pop("decore-entropy-lite")
@@ -302,19 +302,19 @@ def test_compare_shows_greedy_masked_and_decore_without_and_with_an_amateur(
 
 
 def test_several_methods_read_a_batch_of_prompts_once(objects, done, base, passes):
-    prompts = *SHORT, "--raw", "--prompt", "A prompt", "--prompt", "Another one"
-    options = *base, *prompts, "--num-heads", 2
+    prompts = *SHORT, "--raw --prompt 'A prompt' --prompt 'Another one'"
+    options = *base, *prompts, "--num-heads 2"
     methods = "greedy", "dola-low", "masked", "decore-entropy"
-    alone = sum((objects(*base[:2], *prompts, "--method", name) for name in methods[:2]), [])
-    alone += sum((objects(*options, "--method", name) for name in methods[2:]), [])
+    alone = sum((objects(*base[:2], *prompts, f"--method {name}") for name in methods[:2]), [])
+    alone += sum((objects(*options, f"--method {name}") for name in methods[2:]), [])
     passes.clear()
     lines = objects(*options, "--method", ",".join(methods))
     fields = "ids", "alphas", "entropies", "method"
     assert [[x[f] for f in fields] for x in lines] == [[x[f] for f in fields] for x in alone]
     assert [shape for shape in passes if shape[1] > 1] == [(2, 10)]
     passes.clear()
-    several = *options, "--method", "greedy,masked"
-    _, err = done(main, *several, "--batch-size", 1)
+    several = *options, "--method greedy,masked"
+    _, err = done(main, *several, "--batch-size 1")
     assert [shape for shape in passes if shape[1] > 1] == [(1, 7), (1, 10)] * 2
     assert "already" not in err
     assert re.findall("(.*): .*, prompts already read", done(main, *several)[1]) == ["masked"]
@@ -323,8 +323,8 @@ def test_several_methods_read_a_batch_of_prompts_once(objects, done, base, passe
 def test_added_methods_that_fail_are_left_out_and_a_requested_one_ends_in_an_error(
     done, refused, base
 ):
-    compare = [*base[:2], *SHORT, "--prompt", "Hi", "--json", "--compare"]  # no heads are known
-    out, err = done(main, *compare, "--method", "dola-low")
+    compare = [*base[:2], *SHORT, "--prompt Hi --json --compare"]  # no heads are known
+    out, err = done(main, *compare, "--method dola-low")
     assert re.findall('"method": "(.*?)"', out) == ["greedy", "dola-low"]
     assert "masked is left out: no head scores are known" in err
     for method, words in (
@@ -332,7 +332,7 @@ def test_added_methods_that_fail_are_left_out_and_a_requested_one_ends_in_an_err
         ("cd", "cd needs --amateur"),
         ("dola-high,ad", "error: --info-layer 24 is outside"),
     ):
-        assert words in refused(main, *compare, "--method", method)
+        assert words in refused(main, *compare, f"--method {method}")
 
 
 def test_a_prompt_that_is_not_the_miniatures_names_a_real_model(call):
@@ -366,18 +366,18 @@ def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_cha
     text = "".join(f"<|turn|>{turn['role']}:{turn['content']}<|end|>" for turn in chat)
     text += "<|turn|>assistant:"
     for options, texts in (
-        (["--messages", path], [user, text]),
+        ([f"--messages {path}"], [user, text]),
         (["--system=S"], ["<|turn|>system:S<|end|>" + user]),
         (["--raw"], ["b"]),
         (['--template-args={"enable_thinking": false}'], [user + "quiet"]),
     ):
         lines = objects(*model, *FLAGS, "--prompt=b", *options)
         assert [line["prompt_ids"] for line in lines] == [*map(encode, texts)]
-    refusal = partial(refused, main, *model, "--messages", path)
+    refusal = partial(refused, main, *model, f"--messages {path}")
     assert "--system has no effect on --prompt-ids and --messages" in refusal("--system=S")
     chat[1]["content"] = [dict(type="text", text="a")]
     write_json(path, dict(messages=chat, id=7))
-    [line] = objects(*model, *FLAGS, "--messages", path)
+    [line] = objects(*model, *FLAGS, f"--messages {path}")
     assert line["prompt_ids"] == encode(text) and line["id"] == 7 and line["messages"] == chat
     for text, words in rows(CHATS):
         path.write_text(text)
@@ -399,7 +399,7 @@ def test_the_beginning_of_an_answer_is_continued_in_every_form_of_prompt(
         dict(messages=chat[:1], without_context=closed),
     ]
     path = write_lines(tmp_path / "p.jsonl", given)
-    command = *model, *FLAGS, "--prompts", path, "--begin", "It is"
+    command = *model, *FLAGS, f"--prompts {path} --begin 'It is'"
     lines = objects(*command)
     questions = "In Rome. Where?", "Where?", "Where?", "Where?"
     begins = "It is", "It", "It is", "It is"
@@ -409,9 +409,9 @@ def test_the_beginning_of_an_answer_is_continued_in_every_form_of_prompt(
     out, _ = done(main, *command)
     for begin, line in zip(begins, lines):
         assert f"\n{begin}{line['text']}\n\n" in out and not line["text"].startswith(begin)
-    [raw] = objects(*model, *FLAGS, "--raw", "--prompt=A: ", "--begin=It is")
+    [raw] = objects(*model, *FLAGS, "--raw '--prompt=A: ' '--begin=It is'")
     assert raw["prompt_ids"] == encode("A: It is")
-    args = make_parser().parse_args(["--begin", "It is"])
+    args = make_parser().parse_args(["--begin 'It is'"])
     without = prompts.without_context(prompts.with_begin(given, args.begin), [])
     expected = [f"<|turn|>user:{text}<|end|><|turn|>assistant:" for text in ("Where?", "?", "?")]
     expected.append("<|turn|>user:Who?<|end|><|turn|>user:Where?<|end|><|turn|>assistant:")
@@ -419,22 +419,22 @@ def test_the_beginning_of_an_answer_is_continued_in_every_form_of_prompt(
         ids = prompts.encode_one(prompt, Tokenizer.load(model[1]), args)
         assert ids == encode(text + begin)
     write_lines(path, given[2:3])
-    for option in "--prompt-ids=5", f"--prompts={path}":
+    for option in f"--prompt-ids=5 --prompts={path}":
         err = refused(main, *model, option, "--begin=It")
         assert "--begin has no effect on --prompt-ids and on answers that" in err
 
 
 def test_lists_of_values_are_decoded_one_after_the_other(done, objects, base, tmp_path):
-    options = *base, *SHORT, "--prompt=Hi", "--num-heads", "2,5"
+    options = *base, *SHORT, "--prompt=Hi --num-heads 2,5"
     lines = objects(*options, "--compare")
     names = [(line["method"], len(line["heads"])) for line in lines]
     two = [(method, n) for method in ("masked", "decore-entropy") for n in (2, 5)]
     assert names == [("greedy", 0), *two]
     for line in lines[3:]:
         n = str(len(line["heads"]))
-        assert [line] == objects(*base, *SHORT, "--prompt=Hi", "--num-heads", n)
+        assert [line] == objects(*base, *SHORT, f"--prompt=Hi --num-heads {n}")
     page = tmp_path / "page.html"
-    out, _ = done(main, *options, "--html", page)
+    out, _ = done(main, *options, f"--html {page}")
     labels = [f"decore-entropy, N = {n}" for n in (2, 5)]
     assert [line.partition("  ")[0] for line in out.splitlines()] == labels
     assert all(f">{label}</h2>" in page.read_text() for label in labels)
@@ -442,13 +442,13 @@ def test_lists_of_values_are_decoded_one_after_the_other(done, objects, base, tm
 
 def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(done, objects, monkeypatch):
     monkeypatch.chdir(MINIATURE.parent)
-    out, _ = done(main, "--model", "./miniature/")
+    out, _ = done(main, "--model ./miniature/")
     answers = ["        greedy   Kraskrigard.", "decore-entropy   Dasholm."]
     assert out.splitlines()[3:] == answers
-    out, _ = done(main, "--method", "cad")  # the example without its context is known
+    out, _ = done(main, "--method cad")  # the example without its context is known
     assert out.endswith("cad   Dasholm.\n")
     amateur = "miniature/miniature-amateur"
-    [line] = objects("--amateur", amateur, "--prompt", "Hello", *SHORT, "--sources")
+    [line] = objects(f"--amateur {amateur} --prompt Hello", *SHORT, "--sources")
     assert line["method"] == "decore-entropy-lite" and len(line["heads"]) == 2
     heads = [tuple(map(int, head.split("-"))) for head in line["heads"]]
     special = Tokenizer.load(amateur).hidden
@@ -470,36 +470,36 @@ BASELINES = {
 @pytest.mark.parametrize("arguments", BASELINES)
 def test_the_baselines_command_line_gives_what_generate_gives(objects, base, arguments):
     model, method = Transformer.load(base[1]), BASELINES[arguments]
-    [line] = objects(*base[:2], *SHORT, "--prompt", "Hi", *arguments.format(base=base[1]).split())
+    [line] = objects(*base[:2], *SHORT, "--prompt Hi", *arguments.format(base=base[1]).split())
     g = generate(model, line["prompt_ids"], method(model), max_new_tokens=6, eos_ids=[257])
     assert line["ids"] == g.ids and line["alphas"] == g.alphas
     assert line["heads"] == [] and ("amateur" in line) == (method is CD)
 
 
 def test_an_answer_ends_before_a_stop_text(objects, base):
-    command = [*base, "--num-heads", 2, "--prompt", "Who?", "--prompt", "What is it?"]
+    command = [*base, "--num-heads 2 --prompt Who? --prompt 'What is it?'"]
     first, second = objects(*command)
     stop = first["text"][8:11]
-    lines = objects(*command, "--stop", "never there", "--stop", stop)
+    lines = objects(*command, "--stop 'never there'", "--stop", stop)
     assert lines[0]["text"] == first["text"].partition(stop)[0] and lines[0]["stop"] == "stop"
     assert lines[1]["text"] == second["text"].partition(stop)[0]
     assert len(lines[0]["ids"]) < len(first["ids"])
     eos = first["ids"][8]
-    line = objects(*command, "--eos", f"5,{eos}")[0]
+    line = objects(*command, f"--eos 5,{eos}")[0]
     assert line["ids"] == first["ids"][: first["ids"].index(eos) + 1] and line["stop"] == "eos"
 
 
 def test_an_empty_answer_is_reported_and_min_new_tokens_prevents_it(done, refused, objects, base):
-    command = *base, *FLAGS, "--prompt", "Who?", "--prompt", "What is it?"
+    command = *base, *FLAGS, "--prompt Who? --prompt 'What is it?'"
     token = objects(*command)[1]["ids"][0]
-    out, err = done(main, *command, "--eos", token)
+    out, err = done(main, *command, f"--eos {token}")
     assert out.endswith("[2] What is it?\n\n\n") and "1 of 2 answers are empty" in err
-    longer = *command, "--eos", token, "--min-new-tokens", 2
+    longer = *command, f"--eos {token} --min-new-tokens 2"
     lines = objects(*longer)
     assert token not in lines[1]["ids"][:2] and len(lines[1]["ids"]) > 2
     assert "empty" not in done(main, *longer)[1]
     words = "--min-new-tokens 7 is above --max-new-tokens 6"
-    assert words in refused(main, *command, "--min-new-tokens", 7)
+    assert words in refused(main, *command, "--min-new-tokens 7")
 
 
 def test_a_tiny_model_gets_one_thread_unless_the_user_chose(base, monkeypatch):

@@ -289,11 +289,11 @@ def test_texts_and_needles_are_read_from_files(tmp_path):
 
 @pytest.fixture
 def prepare(chat_model, monkeypatch):
-    """The facts and the prompts of a command on the tiny model."""
+    """The facts and the prompts of options on the tiny model."""
 
-    def run(*arguments):
-        argv = ["detect", "--model", chat_model, "--out", "x", *arguments]
-        monkeypatch.setattr(sys, "argv", [*map(str, argv)])
+    def run(options):
+        argv = shlex.split(f"detect --model {chat_model} --out x {options}")
+        monkeypatch.setattr(sys, "argv", argv)
         args = program.parse_args()
         items = needles.read_needles(args.needles)
         checkpoint = models.read_model(args.model, args)
@@ -304,8 +304,8 @@ def prepare(chat_model, monkeypatch):
 
 
 def test_the_default_lengths_fit_the_context_and_published_ones_are_as_given(prepare, tokenizer):
-    assert prepare("--depths", 1)[0]["lengths"] == [400, 800, 1199, 1598, 1998]
-    facts, prompts = prepare("--published", "--lengths", "0:1900:20", "--depths", 1)
+    assert prepare("--depths 1")[0]["lengths"] == [400, 800, 1199, 1598, 1998]
+    facts, prompts = prepare("--published --lengths 0:1900:20 --depths 1")
     assert facts["lengths"] == list(range(0, 1901, 100)) and len(prompts) == 60
     for ids, record in prompts:
         text = tokenizer.decode(ids)
@@ -314,10 +314,10 @@ def test_the_default_lengths_fit_the_context_and_published_ones_are_as_given(pre
 
 
 def test_runs_that_would_repeat_a_prompt_are_left_out_with_a_warning(prepare, recwarn):
-    prepare("--lengths", 1500, "--depths", 2)
+    prepare("--lengths 1500 --depths 2")
     assert not recwarn
     with pytest.warns(UserWarning, match="13 runs instead of 15"):
-        facts, prompts = prepare("--depths", 1, "--model", MINIATURE)
+        facts, prompts = prepare(f"--depths 1 --model {MINIATURE}")
     assert facts["lengths"] == [154, 167, 180, 193, 206]
     assert facts["template"] == needles.TEMPLATE
     assert len({tuple(ids) for ids, _ in prompts}) == len(prompts) == 13
@@ -327,12 +327,12 @@ def test_thinking_is_off_by_default_and_the_facts_say_so(prepare, chat_model, tm
     off = "{% if enable_thinking is false %}<think></think>{% endif %}"
     model = shutil.copytree(chat_model, tmp_path / "model")
     core = Tokenizer.load(write_tokenizer(model, TEMPLATE + off)).core
-    options = "--lengths 500 --depths 1 --template {context}\\n{question} --model".split()
-    for end, thinks, *more in (
-        ("<think></think>", False),
-        ("assistant:", True, "--template-args", '{"enable_thinking": true}'),
+    options = "--lengths 500 --depths 1 --template '{context}\\n{question}'"
+    for end, thinks, more in (
+        ("<think></think>", False, ""),
+        ("assistant:", True, """--template-args '{"enable_thinking": true}'"""),
     ):
-        facts, [(ids, _), *_] = prepare(*options, model, *more)
+        facts, [(ids, _), *_] = prepare(f"{options} --model {model} {more}")
         assert core.decode(ids, skip_special_tokens=False).endswith(end)
         assert facts["template_args"] == {"enable_thinking": thinks}
         assert facts["template"] == "{context}\n{question}"
@@ -347,8 +347,8 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
         return [measures.Answer(tokenizer.encode(text), x, x, x) for text, x in zip(texts, zeros)]
 
     monkeypatch.setattr(measures, "answer_batch", answer_batch)
-    for more in ([], ["--published"]):
-        facts, prompts = prepare("--lengths", 500, "--depths", 1, *more)
+    for more in "", "--published":
+        facts, prompts = prepare(f"--lengths 500 --depths 1 {more}")
         texts = ["The stones under", "under the", "I do not know"]  # recall 0.75, 0.5, 0
         answered = detect.answer_runs(None, tokenizer, prompts, [NEEDLE] * 3, facts)
         assert [record["right"] for record, _ in answered] == [True, False, False]
@@ -379,18 +379,17 @@ def test_a_needle_of_latin_letters_is_compared_as_published():
         assert detect.recall_of(needle, answer) == detect.recall_of(needle, answer, True) > 0
 
 
-OWN_TEXTS = ["--template", "Context: {context}\\n{question}", "--max-new-tokens", 12]
-for name in ("needles", "haystack"):
-    OWN_TEXTS += [f"--{name}", MINIATURE / "detection" / f"{name}.jsonl"]
-LONG = [*OWN_TEXTS, "--lengths", "60:240:5"]  # as for heads/scores/miniature.json
-SHORT = [*OWN_TEXTS, "--lengths", "60:120:2", "--runs", 8, "--batch-size", 3]
-SHORT += ["--max-new-tokens", 9]
+TEXTS = MINIATURE / "detection"
+OWN_TEXTS = "--template 'Context: {context}\\n{question}' --max-new-tokens 9"
+OWN_TEXTS += f" --needles {TEXTS}/needles.jsonl --haystack {TEXTS}/haystack.jsonl"
+LONG = f"{OWN_TEXTS} --lengths 60:240:5 --max-new-tokens 12"  # as for heads/scores/miniature.json
+SHORT = f"{OWN_TEXTS} --lengths 60:120:2 --runs 8 --batch-size 3"
 
 
 def test_the_bar_of_a_detection_moves_with_each_token(call, moves, tmp_path):
-    for more, answers in ([], 1), (["--masked", 2], 1 + 4 + 3):
+    for more, answers in ("", 1), ("--masked 2", 1 + 4 + 3):
         moves.clear()
-        call(program.main, *SHORT, "--eos", 0, *more, "--out", tmp_path / f"{answers}")
+        call(program.main, f"{SHORT} --eos 0 --out {tmp_path}/{answers} {more}")
         assert sum(moves) == pytest.approx(8)
         steps = [n for n in moves if 0 < n <= 3 / 9]
         assert len(steps) >= 3 * answers * 5
@@ -401,7 +400,7 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(
 ):
     path, runs = tmp_path / "heads.json", tmp_path / "heads.json.runs.jsonl"
     runs.touch()  # killed before the facts were written
-    err = refused(program.main, *SHORT, "--min-success", 9, "--out", path)
+    err = refused(program.main, f"{SHORT} --min-success 9 --out {path}")
     assert "of 8 answers are right (--min-success 9)" in err
     assert not path.exists()
     header, *lines = runs.read_bytes().splitlines(keepends=True)
@@ -409,7 +408,7 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(
     lines[0] = lines[0].replace(b'"recall": 1.0, "right": true', b'"recall": 0.0, "right": false')
     for stored_lines in ([*lines[:4], lines[4][:-9]], lines):
         runs.write_bytes(b"".join([header, *stored_lines]))
-        out, _ = done(program.main, *SHORT, "--min-success", 4, "--out", path)
+        out, _ = done(program.main, f"{SHORT} --min-success 4 --out {path}")
         assert out.endswith(f"wrote {path}\n")
         assert runs.read_bytes().startswith(b"".join([header, *stored_lines[:4]]))
         for line, text in zip(runs.read_bytes().splitlines()[1:], lines, strict=True):
@@ -425,11 +424,11 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(
     assert content["facts"] == json.loads(header)["header"]
     assert content["facts"]["fingerprint"]["weights"]
     runs.unlink()
-    err = refused(program.main, *SHORT, "--out", path)
+    err = refused(program.main, f"{SHORT} --out {path}")
     assert f"--out {path} exists, and its runs" in err
     assert read_json(path) == content
     monkeypatch.setattr(program, "run_batch", Mock(side_effect=KeyboardInterrupt))
-    status, _, err = call(program.main, *SHORT, "--out", tmp_path / "other.json")
+    status, _, err = call(program.main, f"{SHORT} --out {tmp_path}/other.json")
     assert status == 130 and "the same command continues" in err
 
 
@@ -437,7 +436,7 @@ def test_the_bundled_file_s_texts_are_the_miniature_s_and_the_first_twenty_answe
     done, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(detect, "LONG", 0)
-    _, err = done(program.main, *LONG, "--runs", 24, "--out", tmp_path / "h.json")
+    _, err = done(program.main, f"{LONG} --runs 24 --out {tmp_path}/h.json")
     assert err.count("about 0.0 hours are left; --runs N makes fewer runs\n") == 1
     assert re.findall(r"so far, (?:1\d|20) of (\d+) answers are right\n", err) == ["20"]
     facts = read_json(tmp_path / "h.json")["facts"]
@@ -452,7 +451,7 @@ def test_needles_are_counted_without_heads_run_by_run_and_an_interrupted_count_c
     lines = {}
     for sizes in ("1,3", "3"):
         path = tmp_path / "new folder" / f"{sizes}.jsonl"
-        out, _ = done(program.main, *SHORT, "--masked", sizes, "--out", path)
+        out, _ = done(program.main, f"{SHORT} --masked {sizes} --out '{path}'")
         header, *lines[sizes] = read_lines(path)
         assert out.splitlines()[:-2] == ablation.table(lines[sizes])
         assert out.endswith(f"\n\n8 of 8 answers are right; wrote {path}\n")
@@ -467,7 +466,7 @@ def test_needles_are_counted_without_heads_run_by_run_and_an_interrupted_count_c
     complete = path.read_bytes()
     changed = complete.replace(b'"3 copy": false', b'"3 copy": true', 1)
     path.write_bytes(b"".join(changed.splitlines(keepends=True)[:4])[:-9])  # two runs
-    again, _ = done(program.main, *SHORT, "--masked", "3", "--out", path)
+    again, _ = done(program.main, f"{SHORT} --masked 3 --out '{path}'")
     assert path.read_bytes() == changed and again != out
 
 
@@ -480,7 +479,7 @@ def test_only_the_measures_of_the_head_file_are_counted(done, tmp_path):
     copy = read_json(FOLDER / "scores" / "miniature.json")["scores"]
     heads = write_json(tmp_path / "copy.json", dict(reversed(copy.items())))
     path = tmp_path / "counts.jsonl"
-    done(program.main, *SHORT, "--masked", 2, "--heads", heads, "--runs", 1, "--out", path)
+    done(program.main, f"{SHORT} --masked 2 --heads {heads} --runs 1 --out {path}")
     masked = read_lines(path)[0]["header"]["masked"]
     assert ", ".join(masked) == "2 copy, 2 random 0, 2 random 1, 2 random 2"
 
@@ -491,11 +490,11 @@ def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(
     monkeypatch.setattr(detect, "SUCCESS", 1)
     path = tmp_path / "h.json"
     for _ in range(2):  # also if it is continued
-        last = refused(program.main, *LONG, "--runs", 28, "--out", path).splitlines()[-1]
+        last = refused(program.main, f"{LONG} --runs 28 --out {path}").splitlines()[-1]
         assert "error: 0 of 20 answers are right; the first one is '" in last
         assert last.endswith("; --min-success 0 goes on")
         assert len(Path(f"{path}.runs.jsonl").read_text().splitlines()) == 21
-    err = refused(program.main, *LONG, "--runs", 28, "--out", path, "--min-success", 0)
+    err = refused(program.main, f"{LONG} --runs 28 --out {path} --min-success 0")
     assert "0 of 28 answers are right" in err
 
 
@@ -535,7 +534,7 @@ def test_bad_options_are_refused_before_weights_are_read(
     cut.write_text("{")
     (model / "cut.json.runs.jsonl").touch()
     more = shlex.split(more.replace("HEADS", str(heads)).replace("CUT", str(cut)))
-    err = refused(program.main, "--model", model, "--out", tmp_path / "h.json", *more)
+    err = refused(program.main, f"--model {model} --out {tmp_path}/h.json", *more)
     assert message.replace("HEADS", str(heads)) in err.splitlines()[-1]
     assert [*tmp_path.iterdir()] == [model]
     assert heads.read_bytes() == (chat_model / "heads.json").read_bytes()
@@ -543,10 +542,10 @@ def test_bad_options_are_refused_before_weights_are_read(
 
 def test_a_head_file_is_not_overwritten_by_counts(call, refused, tmp_path):
     path = tmp_path / "heads.json"
-    call(program.main, *SHORT, "--out", path, "--min-success", 1)
+    call(program.main, f"{SHORT} --out {path} --min-success 1")
     kept = path.read_bytes()
     for out in path, f"{path}.runs.jsonl":
-        err = refused(program.main, *SHORT, "--masked", 1, "--out", out)
+        err = refused(program.main, f"{SHORT} --masked 1 --out {out}")
         assert err.endswith("choose another --out, or delete it\n")
     assert path.read_bytes() == kept
 

@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM
 import evaluate
 from cli import decode
 from cli import detect as needles_program
-from cli.options import MINIATURE
 from decore import Greedy, Masked, Row, Session, generate, pad
 from heads.measures import effects
 from hf import HFModel
@@ -28,6 +27,7 @@ from tests.checkpoints import (
     write_lines,
 )
 from tests.families import random_model
+from tests.heads.test_detect import OWN_TEXTS
 from tests.tables import each
 
 PROMPTS = [random_ids(23, seed=1), random_ids(1, seed=2), random_ids(70, seed=3)]
@@ -163,9 +163,8 @@ def detect(call, chat_model, tmp_path):
     out = tmp_path / "heads.json"
 
     def run(*options, origin=f"--questions {path}"):
-        status, _, err = call(
-            questions.main, f"{origin} --model {chat_model} --out {out}", *options
-        )
+        model = f"--model {chat_model} --out {out} {origin}"
+        status, _, err = call(questions.main, model, *options)
         return status, read_json(out) if out.exists() else None, err
 
     return run
@@ -267,10 +266,8 @@ def test_scored_questions_that_measured_the_heads_are_counted_and_the_measure_is
 def test_needles_keep_the_effect_on_questions_and_questions_leave_the_scores_of_needles(
     call, done, tmp_path
 ):
-    folder, out = MINIATURE / "detection", tmp_path / "heads.json"
-    options = "--template 'Context: {context}\\n{question}' --lengths 60 --depths 2 --runs 4"
-    options += f" --max-new-tokens 9 --min-success 1 --needles {folder}/needles.jsonl"
-    options += f" --haystack {folder}/haystack.jsonl --out {out}"
+    out = tmp_path / "heads.json"
+    options = f"{OWN_TEXTS} --lengths 60 --depths 2 --runs 4 --min-success 1 --out {out}"
     done(needles_program.main, options)
     by_needles = read_json(out)
     line = {"question": "The capital of A is", "context": "The capital of A is B.", "answers": "B"}

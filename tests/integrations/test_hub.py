@@ -92,7 +92,7 @@ def test_the_folder_wants_the_versions_of_transformers_that_are_tested():
 
 def test_the_program_says_where_the_folder_goes_next(done, tmp_path):
     out = tmp_path / "a b"
-    text, _ = done(hub.main, out, "--model", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    text, _ = done(hub.main, out, "--model HuggingFaceTB/SmolLM2-135M-Instruct")
     assert text == f"{out} is written; next: hf upload USER/REPOSITORY '{out}'\n"
 
 
@@ -112,5 +112,5 @@ def test_what_cannot_be_built_is_refused_and_nothing_is_written(
 ):
     new = tmp_path / "new"
     arguments = arguments.replace("NEW", str(new)).split()
-    err = refused(hub.main, "--model", "HuggingFaceTB/SmolLM2-135M-Instruct", *arguments)
+    err = refused(hub.main, "--model HuggingFaceTB/SmolLM2-135M-Instruct", *arguments)
     assert words in err and not new.exists()

@@ -81,7 +81,7 @@ def run(call, server, tmp_path, monkeypatch):
     mirror = f"http://127.0.0.1:{server.server_port}/"
 
     def run(*options):
-        given = "fetch", tmp_path / "data", "--mirror", mirror
+        given = "fetch", tmp_path / "data", f"--mirror {mirror}"
         status, _, err = call(evaluate.main, *given, *options)
         return status, err
 
@@ -106,7 +106,7 @@ def test_files_and_demonstrations_are_written_once(run, server, tmp_path, monkey
     monkeypatch.setattr(data, "demos_hash", lambda demos: find_task("nq-swap").demos_hash)
     assert run()[0] == 0 and server.requests == []
     (tmp_path / "data/xsum/xsum-1000.jsonl").write_text("changed")
-    assert run("--task", "xsum")[0] == 0 and len(server.requests) == 1
+    assert run("--task xsum")[0] == 0 and len(server.requests) == 1
     assert "document" in (tmp_path / "data/xsum/xsum-1000.jsonl").read_text()
 
 
@@ -144,7 +144,7 @@ def test_a_download_that_fails_is_one_line_and_no_file(
     run, tmp_path, monkeypatch, place, name, function, words
 ):
     monkeypatch.setattr(place, name, function)
-    status, err = run("--task", "xsum")
+    status, err = run("--task xsum")
     assert status == 2 and words in err
     assert list((tmp_path / "data").rglob("*")) in ([], [tmp_path / "data" / "xsum"])
 
@@ -153,7 +153,7 @@ def test_the_bar_moves_during_a_download(run, monkeypatch):
     moves = []
     monkeypatch.setattr(fetch.tqdm, "update", lambda bar, n: moves.append(n))
     monkeypatch.setattr(fetch, "CHUNK", 10)
-    assert run("--task", "xsum")[0] == 0 and moves[:4] == [10, 10, 10, 4]
+    assert run("--task xsum")[0] == 0 and moves[:4] == [10, 10, 10, 4]
 
 
 def test_the_hub_is_the_second_origin_of_a_data_file(run, tmp_path, monkeypatch):
@@ -175,12 +175,12 @@ def test_the_hub_is_the_second_origin_of_a_data_file(run, tmp_path, monkeypatch)
         "test.tsv has 1 rows, not 14267; delete it",
         "test.tsv, line 2: possible_answers is missing",
     ):
-        status, err = run("--task", "popqa")
+        status, err = run("--task popqa")
         assert status == 2 and words in err and tree(tmp_path / "data") == []
     left = tmp_path / "data" / "popqa" / "test.tsv.draft"
     left.parent.mkdir(parents=True)
     left.write_text("of a killed process")
-    assert run("--task", "popqa")[0] == 0
+    assert run("--task popqa")[0] == 0
     assert tree(tmp_path / "data") == ["popqa/test.tsv"] and not left.exists()
 
 

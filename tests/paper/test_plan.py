@@ -87,15 +87,15 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def paper(done, folder):
     """paper(*options) → (stdout, stderr) of `evaluate.py paper`."""
-    return partial(done, evaluate.main, "paper", "--data", folder)
+    return partial(done, evaluate.main, "paper", f"--data {folder}")
 
 
 def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(
     paper, chat_model, folder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    options = "--model", chat_model, "--like", BASE, "--plan"
-    lines = [*map(json.loads, paper(*options, "--json")[0].splitlines())]
+    options = f"--model {chat_model} --like {BASE} --plan"
+    lines = [*map(json.loads, paper(options, "--json")[0].splitlines())]
     assert len(lines) == len(plan.planned_runs(BASE, ["main"]))
     swap = next(line for line in lines if line["task"] == "nq-swap" and line["num_heads"])
     assert swap["paper"] == VALUES and swap["items"] == 40
@@ -105,7 +105,7 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(
         f"no head scores of {chat_model.name}: python -m heads.detect --model {chat_model} "
         f"--out heads/scores/{chat_model.name}.json",
     ]
-    out, err = paper(*options)
+    out, err = paper(options)
     assert re.findall(r"(?m)^nq-swap +(\d+) +(\d+) ", out) == [("7", "40")]
     assert out.count("python evaluate.py fetch") == 1 and f"fetch {folder} --task " in out
     assert f"N is the paper's for the 1,024 heads of {BASE}; {chat_model.name} has 12\n" in err
@@ -114,7 +114,7 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(
 def test_runs_have_the_settings_of_the_published_ones(paper, monkeypatch):
     sweeps = []
     monkeypatch.setattr(evaluate, "sweep", lambda *args, lenient: sweeps.append(args))
-    paper("--like", "Qwen2-7B-Instruct", "--method", "dola-low")
+    paper("--like Qwen2-7B-Instruct --method dola-low")
     [(args, wanted)] = sweeps
     assert args.dtype == "bfloat16"
     penalties = {(task.choice, setup.repetition_penalty) for task, setup, _ in wanted}
@@ -122,9 +122,9 @@ def test_runs_have_the_settings_of_the_published_ones(paper, monkeypatch):
 
 
 def test_the_papers_rows_run_in_order_and_their_headers_hold_its_values(paper, folder, tmp_path):
-    rows = "--like", BASE, "--task", "nq-swap", "--method", "greedy,decore-entropy,cad"
-    rows += "--table", "main,n", "--limit", "36", "--dtype", "float32"
-    out, err = paper(*rows, "--out", tmp_path)
+    rows = f"--like {BASE} --task nq-swap --method greedy,decore-entropy,cad"
+    rows += f" --table main,n --limit 36 --dtype float32 --out {tmp_path}"
+    out, err = paper(rows)
     assert "nq-swap with decore-entropy is left out: 40 heads" in err
     paths = [Path(json.loads(line)["run"]) for line in out.splitlines()]
     methods = "greedy decore-entropy.n10.query cad.a0.5 decore-entropy.n20.query "

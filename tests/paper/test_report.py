@@ -567,8 +567,8 @@ def test_each_text_of_a_figure_is_a_text_inside_the_page_and_beside_the_others(
     done, sweep, with_memory, tmp_path, width
 ):
     """The figures of made-up runs and of stored ones, with long names."""
-    options = "--format", "svg", "--width", width, "--plots", tmp_path / "sweep"
-    out, _ = done(evaluate.main, "report", sweep, *options)
+    options = f"--format svg --width {width} --plots {tmp_path}/sweep"
+    out, _ = done(evaluate.main, "report", sweep, options)
     assert "/differences.svg)" in out and "/heads.svg)" in out
     figures.draw_all(with_memory, tmp_path / "stored", "svg", width)
     for folder, kinds in ("sweep", "differences heads"), ("stored", "differences memory certainty"):
