@@ -12,7 +12,7 @@ from cli.decode import main, make_parser
 from cli.options import MINIATURE
 from cli.printing import Texts, sources_below
 from cli.prompts import EXAMPLE
-from decoders.baselines import AD, CAD, CD, DoLa
+from decoders.baselines import AD, CAD, CD, DoLa  # noqa: F401 (of a table)
 from decore import DeCoRe, generate
 from heads import FOLDER, load_heads
 from heads.sources import find_sources
@@ -28,8 +28,8 @@ from tests.checkpoints import (
 from tests.tables import each, rows
 from tokenizer import Tokenizer
 
-SHORT = ["--max-new-tokens 6"]
-FLAGS = [*SHORT, "--num-heads 2"]
+SHORT = "--max-new-tokens 6"
+FLAGS = f"{SHORT} --num-heads 2"
 THINKING = (
     "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content }}<|end|>{% endfor "
     "%}<|turn|>assistant:"
@@ -38,14 +38,40 @@ THINKING = (
 
 
 def write_model(folder, template=None, seed=0):
-    """A tiny checkpoint → the arguments that name it and its head scores."""
-    write_tokenizer(write_checkpoint(folder, vocab_size=259, eos_token_id=257, seed=seed), template)
-    return ["--model", str(folder), "--heads", str(write_heads(folder / "heads.json", seed=1))]
+    """A tiny checkpoint with head scores → its folder."""
+    write_checkpoint(folder, vocab_size=259, eos_token_id=257, seed=seed)
+    write_heads(folder / "heads.json", seed=1)
+    return write_tokenizer(folder, template)
+
+
+def named(folder):
+    return f"--model {folder} --heads {folder}/heads.json"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def bare(folder):
+    return f"--model {folder}"
+
+
+@pytest.fixture(scope="module")
+def base(folder):
+    return named(folder)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    """The folder of a chat model."""
+    return write_model(tmp_path_factory.mktemp("thinking"), THINKING)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return Transformer.load(folder), Tokenizer.load(folder)
 
 
 @pytest.fixture
@@ -82,7 +108,7 @@ def test_texts_are_printed_in_the_order_of_the_prompts_each_as_it_grows(capsys):
         assert capsys.readouterr().out == f"below|[2] {one}below|" * holds_ends
 
 
-def test_an_interruption_prints_what_there_is_of_all_answers(call, base, monkeypatch):
+def test_an_interruption_prints_what_there_is_of_all_answers(call, base, loaded, monkeypatch):
     tokens = []
 
     def generate(model, ids, method, on_token, **settings):
@@ -91,19 +117,19 @@ def test_an_interruption_prints_what_there_is_of_all_answers(call, base, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr("decore.generate", generate)
-    two = *base, *FLAGS, "--prompt Hi --prompt Ho --stop 'some text'"  # holds back
+    two = base, FLAGS, "--prompt Hi --prompt Ho --stop 'some text'"  # holds back
     assert call(main, *two)[:2] == (130, "")
     tokens += [(0, 72), (1, 73), (1, 257)]  # 257 ends an answer
-    one, other = (Tokenizer.load(base[1]).decode([i]) for i in (72, 73))
+    one, other = (loaded[1].decode([i]) for i in (72, 73))
     assert call(main, *two)[:2] == (130, f"[1] Hi\n{one}\n\n[2] Ho\n{other}\n\n")
     assert call(main, *two, "--json")[:2] == (130, "")
 
 
-def test_json_holds_what_generate_and_find_sources_return(objects, base):
+def test_json_holds_what_generate_and_find_sources_return(objects, base, loaded, folder):
     text = "<|turn|>" * 3 + "Hi"  # special tokens are no sources
-    [line] = objects(*base, *FLAGS, "--prompt", text, "--sources")
-    model, tokenizer = Transformer.load(base[1]), Tokenizer.load(base[1])
-    heads, prompt = load_heads(stand_in(), 2, base[3]), tokenizer.encode(text)
+    [line] = objects(base, FLAGS, "--prompt", text, "--sources")
+    model, tokenizer = loaded
+    heads, prompt = load_heads(model, 2, folder / "heads.json"), tokenizer.encode(text)
     g = generate(model, prompt, DeCoRe(heads), max_new_tokens=6, eos_ids=tokenizer.eos_ids)
     sources = find_sources(model, prompt, g.ids, heads, tokenizer.hidden)
     settings = dict(measure="copy", scale_alpha=False, alpha_rule="entropy", mask="output")
@@ -123,7 +149,7 @@ def test_json_holds_what_generate_and_find_sources_return(objects, base):
 
 
 def test_prompts_of_all_kinds_are_decoded_in_order_and_the_text_is_that_of_the_json(
-    done, refused, base, tmp_path, monkeypatch
+    done, refused, base, loaded, tmp_path, monkeypatch
 ):
     path = tmp_path / "prompt.txt"
     path.write_text("from a\nfile\n\n", encoding="utf-8-sig")  # editors begin files so
@@ -131,13 +157,13 @@ def test_prompts_of_all_kinds_are_decoded_in_order_and_the_text_is_that_of_the_j
     def run(*options, ends=done):
         with path.open(encoding="utf-8") as stdin:
             monkeypatch.setattr("sys.stdin", stdin)
-            return ends(main, *base, *FLAGS, *options)
+            return ends(main, base, FLAGS, *options)
 
     several = ["--prompt", "word " * 20, f"--prompt-file {path} --prompt-ids 72,105"]
     piped = [*several, "--prompt-file -"]
     out, err = run(*piped)
     lines = [*map(json.loads, run(*piped, "--json")[0].splitlines())]
-    tokenizer = Tokenizer.load(base[1])
+    _, tokenizer = loaded
     file = tokenizer.encode("from a\nfile\n")  # without one final newline
     ids = [tokenizer.encode("word " * 20), file, [72, 105], file]
     assert [line["prompt_ids"] for line in lines] == ids
@@ -151,9 +177,8 @@ def test_prompts_of_all_kinds_are_decoded_in_order_and_the_text_is_that_of_the_j
 
 
 def test_a_line_of_a_file_is_a_prompt_and_json_gives_its_fields_back_in_order(
-    done, objects, tmp_path
+    done, objects, thinking, tmp_path
 ):
-    base = write_model(tmp_path / "model", THINKING)
     chat = turns(user="Who?", assistant="I") + turns(user="And?")
     given = [
         dict(id=7, prompt="A document. Who is it?", without_context="Who is it?", gold=["x"]),
@@ -161,30 +186,30 @@ def test_a_line_of_a_file_is_a_prompt_and_json_gives_its_fields_back_in_order(
         dict(messages=chat, without_context="And?"),
     ]
     path = write_lines(tmp_path / "prompts.jsonl", given)
-    command = *base, *FLAGS, f"--prompts {path} --method cad,decore-entropy"
-    for more in [], ["--batch-size 2"]:
-        lines = objects(*command, *more)
+    command = f"{named(thinking)} {FLAGS} --prompts {path} --method"
+    for more in "", "--batch-size 2":
+        lines = objects(f"{command} cad,decore-entropy {more}")
         assert [line["index"] for line in lines] == [0, 1, 2] * 2
         for line, prompt in zip(lines, given * 2, strict=True):
             assert line | prompt == line and list(line)[1 : 1 + len(prompt)] == list(prompt)
         for i in range(2):
-            [line] = objects(*base, *FLAGS, "--prompt", given[i]["prompt"])
+            [line] = objects(named(thinking), FLAGS, "--prompt", given[i]["prompt"])
             assert line["ids"] == lines[3 + i]["ids"]
-    encode = Tokenizer.load(base[1]).encode
+    encode = Tokenizer.load(thinking).encode
     texts = "user:A document. What is it?", "user:it?"
     ids, without = (encode(f"<|turn|>{text}<|end|><|turn|>assistant:") for text in texts)
-    more = dict(max_new_tokens=6, eos_ids=[257])
-    g = generate(Transformer.load(base[1]), ids, CAD(without), **more)
+    g = generate(Transformer.load(thinking), ids, CAD(without), 6)
     assert lines[1]["ids"] == g.ids and lines[1]["alpha"] == 0.5
-    out, _ = done(main, *command[:-1], "decore-entropy")
+    out, _ = done(main, f"{command} decore-entropy")
     titles = "A document. Who is it?", "A document. What is it?", "And?"
     assert out == "".join(
         f"[{i}] {title}\n{line['text']}\n\n"
         for i, (title, line) in enumerate(zip(titles, lines[3:], strict=True), 1)
     )
-    command = *base[:2], *SHORT, "--method=cad --prompt=b --without-context=it?"
-    both = objects(*command, "--prompts", write_lines(tmp_path / "one.jsonl", given[:1]))
-    assert [both[0]["ids"], both[1]["ids"]] == [objects(*command)[0]["ids"], lines[0]["ids"]]
+    write_lines(path, given[:1])
+    command = f"--model {thinking} {SHORT} --method cad --prompt b --without-context it?"
+    ids = [line["ids"] for line in objects(command, f"--prompts {path}")]
+    assert ids == [objects(command)[0]["ids"], lines[0]["ids"]]
 
 
 LINES = """
@@ -207,13 +232,13 @@ end with an assistant's turn, so "begin" has no place
 
 
 @each("line, words", LINES)
-def test_a_line_that_is_not_a_prompt_is_named(refused, base, tmp_path, line, words):
+def test_a_line_that_is_not_a_prompt_is_named(refused, bare, tmp_path, line, words):
     path = tmp_path / "p.jsonl"
     path.write_text(f'{{"prompt": "a", "without_context": "b"}}\n{line}\n')
-    err = refused(main, *base[:2], f"--prompts {path} --method=cad --json")
+    err = refused(main, bare, f"--prompts {path} --method=cad --json")
     assert err.count("\n") == 1 and words in err
     path.write_text("\n")
-    assert "p.jsonl: it is empty" in refused(main, *base[:2], f"--prompts {path}")
+    assert "p.jsonl: it is empty" in refused(main, bare, f"--prompts {path}")
 
 
 def test_titles_begin_with_the_line_or_the_word_in_which_prompts_differ():
@@ -227,36 +252,34 @@ def test_titles_begin_with_the_line_or_the_word_in_which_prompts_differ():
 
 
 def test_an_answer_that_fills_the_context_says_so(call):
-    prompt = "--prompt-ids", "5" + ",5" * 249, "--method greedy"
+    prompt = f"--prompt-ids 5{',5' * 249} --method greedy"
     for n, full in ((6, False), (7, True)):  # the miniature reads 256 tokens
-        _, _, err = call(main, *prompt, f"--max-new-tokens {n}")
+        _, _, err = call(main, f"{prompt} --max-new-tokens {n}")
         assert "greedy: 6 tokens" in err
         assert ("an answer ended because the context is full" in err) == full
 
 
-def test_a_head_file_that_was_found_by_a_name_is_said(call, base, tmp_path):
-    said = f"heads are ranked by copy, of {FOLDER / 'scores/miniature.json'}\n"
+def test_a_head_file_that_was_found_by_a_name_is_said(call):
+    file = FOLDER / "scores" / "miniature.json"
     one = f"--prompt-file {EXAMPLE} --max-new-tokens 1"
-    assert call(main, *one)[2].startswith(said)
-    assert said in call(main, *one, "--heads miniature")[2]
-    for more in ([f"--heads {FOLDER}/scores/miniature.json"], ["--heads 2-0,2-1"]):
-        assert "ranked" not in call(main, *one, *more)[2]
-    assert "ranked" not in call(main, *one, "--method greedy")[2]
+    for more in "", "--heads miniature":
+        assert f"heads are ranked by copy, of {file}\n" in call(main, f"{one} {more}")[2]
+    for more in f"--heads {file}", "--heads 2-0,2-1", "--method greedy":
+        assert "ranked" not in call(main, f"{one} {more}")[2]
 
 
 def test_an_alpha_that_stays_high_is_reported_with_its_remedy(call, base):
     """The tiny model is unsure of everything: its entropy is near ln 259."""
-    prompts = "--prompt a --prompt b"
-    heads = "--num-heads 2 --eos 0"
-    err = call(main, *base, *heads, *prompts, "--max-new-tokens 6")[2]
+    one = f"{base} {FLAGS} --eos 0 --prompt a"
+    err = call(main, f"{one} --prompt b")[2]
     assert re.search(r"\ndecore-entropy: mean α 5\.\d in 2 of 2 answers; .* --alpha-cap 0.5 ", err)
-    assert "entropy: mean α 5" in call(main, *base, *heads, *prompts[:2], *SHORT)[2]
+    assert "entropy: mean α 5" in call(main, one)[2]
     for more in (
-        ["--alpha-cap 0.5"],
-        ["--max-new-tokens 5"],  # the first tokens of an answer are often unsure
-        ["--method decore-static --alpha 3"],  # as requested
+        "--alpha-cap 0.5",
+        "--max-new-tokens 5",  # the first tokens of an answer are often unsure
+        "--method decore-static --alpha 3",  # as requested
     ):
-        assert "mean α" not in call(main, *base, *heads, *prompts, *SHORT, *more)[2]
+        assert "mean α" not in call(main, f"{one} --prompt b {more}")[2]
 
 
 def test_sources_stand_below_each_answer_word_by_word(call):
@@ -285,46 +308,48 @@ def test_of_many_words_the_most_telling_sources_are_shown_and_the_rest_counted(c
 
 
 def test_compare_shows_greedy_masked_and_decore_without_and_with_an_amateur(
-    done, objects, base, tmp_path
+    done, objects, base, bare, tmp_path
 ):
-    heads = write_model(tmp_path, seed=3)[3]
-    amateur = [f"--amateur {tmp_path} --amateur-heads {heads}"]
-    prompt = [*FLAGS, "--prompt Hi"]
-    lines = {line["method"]: line for line in objects(*base, *amateur, *prompt, "--compare")}
+    heads = write_model(tmp_path, seed=3) / "heads.json"
+    amateur = f"--amateur {tmp_path} --amateur-heads {heads}"
+    prompt = f"{FLAGS} --prompt Hi"
+    lines = {line["method"]: line for line in objects(base, amateur, prompt, "--compare")}
     assert list(lines) == ["greedy", "masked", "decore-entropy", "decore-entropy-lite"]
     lite = lines.pop("decore-entropy-lite")
     assert lite["amateur"] == tmp_path.name and "amateur" not in lines["decore-entropy"]
-    assert lines["decore-entropy"] == objects(*base, *prompt)[0]
-    assert lite == objects(*base[:2], *amateur, *prompt)[0]
+    assert lines["decore-entropy"] == objects(base, prompt)[0]
+    assert lite == objects(bare, amateur, prompt)[0]
     assert lite["heads"] == labels(load_heads(stand_in(), 2, heads))
-    text, _ = done(main, *base, *prompt, "--compare")
+    text, _ = done(main, base, prompt, "--compare")
     assert text == "".join(f"{name:>14}  {line['text']}\n" for name, line in lines.items())
 
 
-def test_several_methods_read_a_batch_of_prompts_once(objects, done, base, passes):
-    prompts = *SHORT, "--raw --prompt 'A prompt' --prompt 'Another one'"
-    options = *base, *prompts, "--num-heads 2"
-    methods = "greedy", "dola-low", "masked", "decore-entropy"
-    alone = sum((objects(*base[:2], *prompts, f"--method {name}") for name in methods[:2]), [])
-    alone += sum((objects(*options, f"--method {name}") for name in methods[2:]), [])
+def test_several_methods_read_a_batch_of_prompts_once(objects, done, base, bare, passes):
+    prompts = f"{SHORT} --raw --prompt 'A prompt' --prompt 'Another one'"
+    several = f"{base} {prompts} --num-heads 2 --method"
+    alone = []
+    for options in f"{bare} {prompts} --method greedy", f"{bare} {prompts} --method dola-low":
+        alone += objects(options)
+    for method in "masked", "decore-entropy":
+        alone += objects(f"{several} {method}")
     passes.clear()
-    lines = objects(*options, "--method", ",".join(methods))
+    lines = objects(f"{several} greedy,dola-low,masked,decore-entropy")
     fields = "ids", "alphas", "entropies", "method"
     assert [[x[f] for f in fields] for x in lines] == [[x[f] for f in fields] for x in alone]
     assert [shape for shape in passes if shape[1] > 1] == [(2, 10)]
     passes.clear()
-    several = *options, "--method greedy,masked"
-    _, err = done(main, *several, "--batch-size 1")
+    _, err = done(main, f"{several} greedy,masked --batch-size 1")
     assert [shape for shape in passes if shape[1] > 1] == [(1, 7), (1, 10)] * 2
     assert "already" not in err
-    assert re.findall("(.*): .*, prompts already read", done(main, *several)[1]) == ["masked"]
+    _, err = done(main, f"{several} greedy,masked")
+    assert re.findall("(.*): .*, prompts already read", err) == ["masked"]
 
 
 def test_added_methods_that_fail_are_left_out_and_a_requested_one_ends_in_an_error(
-    done, refused, base
+    done, refused, bare
 ):
-    compare = [*base[:2], *SHORT, "--prompt Hi --json --compare"]  # no heads are known
-    out, err = done(main, *compare, "--method dola-low")
+    compare = f"{bare} {SHORT} --prompt Hi --json --compare --method"  # no heads are known
+    out, err = done(main, f"{compare} dola-low")
     assert re.findall('"method": "(.*?)"', out) == ["greedy", "dola-low"]
     assert "masked is left out: no head scores are known" in err
     for method, words in (
@@ -332,12 +357,12 @@ def test_added_methods_that_fail_are_left_out_and_a_requested_one_ends_in_an_err
         ("cd", "cd needs --amateur"),
         ("dola-high,ad", "error: --info-layer 24 is outside"),
     ):
-        assert words in refused(main, *compare, f"--method {method}")
+        assert words in refused(main, f"{compare} {method}")
 
 
 def test_a_prompt_that_is_not_the_miniatures_names_a_real_model(call):
     for prompt, unknown in (("The capital of France is", True), (EXAMPLE.read_text(), False)):
-        _, _, err = call(main, "--prompt", prompt.strip(), *SHORT)
+        _, _, err = call(main, "--prompt", prompt.strip(), SHORT)
         assert ("the miniature knows invented facts" in err) == unknown
 
 
@@ -355,29 +380,28 @@ CHATS = r"""
 
 
 def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_chat_of_several_turns(
-    refused, objects, tmp_path
+    refused, objects, thinking, tmp_path
 ):
-    model = write_model(tmp_path / "chat", THINKING)
     path = tmp_path / "chat.json"
     chat = turns(system="S", user="a", assistant="b") + turns(user="c")
     write_json(path, chat)
-    encode = Tokenizer.load(model[1]).encode
+    encode = Tokenizer.load(thinking).encode
     user = "<|turn|>user:b<|end|><|turn|>assistant:"
     text = "".join(f"<|turn|>{turn['role']}:{turn['content']}<|end|>" for turn in chat)
     text += "<|turn|>assistant:"
     for options, texts in (
-        ([f"--messages {path}"], [user, text]),
-        (["--system=S"], ["<|turn|>system:S<|end|>" + user]),
-        (["--raw"], ["b"]),
-        (['--template-args={"enable_thinking": false}'], [user + "quiet"]),
+        (f"--messages {path}", [user, text]),
+        ("--system=S", ["<|turn|>system:S<|end|>" + user]),
+        ("--raw", ["b"]),
+        ('--template-args={"enable_thinking": false}', [user + "quiet"]),
     ):
-        lines = objects(*model, *FLAGS, "--prompt=b", *options)
+        lines = objects(named(thinking), FLAGS, "--prompt=b", options)
         assert [line["prompt_ids"] for line in lines] == [*map(encode, texts)]
-    refusal = partial(refused, main, *model, f"--messages {path}")
+    refusal = partial(refused, main, named(thinking), f"--messages {path}")
     assert "--system has no effect on --prompt-ids and --messages" in refusal("--system=S")
     chat[1]["content"] = [dict(type="text", text="a")]
     write_json(path, dict(messages=chat, id=7))
-    [line] = objects(*model, *FLAGS, f"--messages {path}")
+    [line] = objects(named(thinking), FLAGS, f"--messages {path}")
     assert line["prompt_ids"] == encode(text) and line["id"] == 7 and line["messages"] == chat
     for text, words in rows(CHATS):
         path.write_text(text)
@@ -386,10 +410,10 @@ def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_cha
 
 
 def test_the_beginning_of_an_answer_is_continued_in_every_form_of_prompt(
-    done, refused, objects, tmp_path
+    done, refused, objects, thinking, tmp_path
 ):
-    model = write_model(tmp_path / "chat", THINKING)
-    encode = Tokenizer.load(model[1]).encode
+    tokenizer = Tokenizer.load(thinking)
+    encode = tokenizer.encode
     chat = turns(user="Where?", assistant="It is")
     closed = turns(user="Who?") + chat
     given = [
@@ -399,7 +423,7 @@ def test_the_beginning_of_an_answer_is_continued_in_every_form_of_prompt(
         dict(messages=chat[:1], without_context=closed),
     ]
     path = write_lines(tmp_path / "p.jsonl", given)
-    command = *model, *FLAGS, f"--prompts {path} --begin 'It is'"
+    command = named(thinking), FLAGS, f"--prompts {path} --begin 'It is'"
     lines = objects(*command)
     questions = "In Rome. Where?", "Where?", "Where?", "Where?"
     begins = "It is", "It", "It is", "It is"
@@ -409,32 +433,30 @@ def test_the_beginning_of_an_answer_is_continued_in_every_form_of_prompt(
     out, _ = done(main, *command)
     for begin, line in zip(begins, lines):
         assert f"\n{begin}{line['text']}\n\n" in out and not line["text"].startswith(begin)
-    [raw] = objects(*model, *FLAGS, "--raw '--prompt=A: ' '--begin=It is'")
+    [raw] = objects(named(thinking), FLAGS, "--raw '--prompt=A: ' '--begin=It is'")
     assert raw["prompt_ids"] == encode("A: It is")
-    args = make_parser().parse_args(["--begin 'It is'"])
+    args = make_parser().parse_args(["--begin=It is"])
     without = prompts.without_context(prompts.with_begin(given, args.begin), [])
     expected = [f"<|turn|>user:{text}<|end|><|turn|>assistant:" for text in ("Where?", "?", "?")]
     expected.append("<|turn|>user:Who?<|end|><|turn|>user:Where?<|end|><|turn|>assistant:")
     for prompt, text, begin in zip(without, expected, begins, strict=True):
-        ids = prompts.encode_one(prompt, Tokenizer.load(model[1]), args)
-        assert ids == encode(text + begin)
+        assert prompts.encode_one(prompt, tokenizer, args) == encode(text + begin)
     write_lines(path, given[2:3])
-    for option in f"--prompt-ids=5 --prompts={path}":
-        err = refused(main, *model, option, "--begin=It")
+    for option in "--prompt-ids=5", f"--prompts={path}":
+        err = refused(main, named(thinking), option, "--begin=It")
         assert "--begin has no effect on --prompt-ids and on answers that" in err
 
 
 def test_lists_of_values_are_decoded_one_after_the_other(done, objects, base, tmp_path):
-    options = *base, *SHORT, "--prompt=Hi --num-heads 2,5"
-    lines = objects(*options, "--compare")
+    options = f"{base} {SHORT} --prompt Hi --num-heads"
+    lines = objects(f"{options} 2,5 --compare")
     names = [(line["method"], len(line["heads"])) for line in lines]
     two = [(method, n) for method in ("masked", "decore-entropy") for n in (2, 5)]
     assert names == [("greedy", 0), *two]
     for line in lines[3:]:
-        n = str(len(line["heads"]))
-        assert [line] == objects(*base, *SHORT, f"--prompt=Hi --num-heads {n}")
+        assert [line] == objects(f"{options} {len(line['heads'])}")
     page = tmp_path / "page.html"
-    out, _ = done(main, *options, f"--html {page}")
+    out, _ = done(main, f"{options} 2,5 --html {page}")
     labels = [f"decore-entropy, N = {n}" for n in (2, 5)]
     assert [line.partition("  ")[0] for line in out.splitlines()] == labels
     assert all(f">{label}</h2>" in page.read_text() for label in labels)
@@ -448,7 +470,7 @@ def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(done, obje
     out, _ = done(main, "--method cad")  # the example without its context is known
     assert out.endswith("cad   Dasholm.\n")
     amateur = "miniature/miniature-amateur"
-    [line] = objects(f"--amateur {amateur} --prompt Hello", *SHORT, "--sources")
+    [line] = objects(f"--amateur {amateur} --prompt Hello", SHORT, "--sources")
     assert line["method"] == "decore-entropy-lite" and len(line["heads"]) == 2
     heads = [tuple(map(int, head.split("-"))) for head in line["heads"]]
     special = Tokenizer.load(amateur).hidden
@@ -457,53 +479,54 @@ def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(done, obje
     assert line["sources"] == json.loads(json.dumps(sources))
 
 
-BASELINES = {
-    "--method=cad --without-context=i --alpha=2": lambda _: CAD([72], alpha=2.0),
-    "--method=ad --info-layer=2 --relative-top=0": lambda _: AD(2, relative_top=0),
-    "--method=dola-high --dola-layers=halves --repetition-penalty=1.3": lambda _: DoLa(
-        "high", "halves", repetition_penalty=1.3
-    ),
-    "--method=cd --amateur={base}": CD,
-}
+BASELINES = """
+--method cad --without-context i --alpha 2 | CAD([72], alpha=2.0)
+--method ad --info-layer 2 --relative-top 0 | AD(2, relative_top=0)
+--method dola-high --dola-layers halves --repetition-penalty 1.3 | \
+    DoLa("high", "halves", repetition_penalty=1.3)
+--method cd --amateur {folder} | CD(model)
+"""
 
 
-@pytest.mark.parametrize("arguments", BASELINES)
-def test_the_baselines_command_line_gives_what_generate_gives(objects, base, arguments):
-    model, method = Transformer.load(base[1]), BASELINES[arguments]
-    [line] = objects(*base[:2], *SHORT, "--prompt Hi", *arguments.format(base=base[1]).split())
-    g = generate(model, line["prompt_ids"], method(model), max_new_tokens=6, eos_ids=[257])
+@each("options, record", BASELINES)
+def test_the_baselines_command_line_gives_what_generate_gives(
+    objects, bare, folder, loaded, options, record
+):
+    [line] = objects(bare, SHORT, "--prompt Hi", options.format(folder=folder))
+    model, _ = loaded
+    g = generate(model, line["prompt_ids"], eval(record), 6)
     assert line["ids"] == g.ids and line["alphas"] == g.alphas
-    assert line["heads"] == [] and ("amateur" in line) == (method is CD)
+    assert line["heads"] == [] and ("amateur" in line) == record.startswith("CD")
 
 
 def test_an_answer_ends_before_a_stop_text(objects, base):
-    command = [*base, "--num-heads 2 --prompt Who? --prompt 'What is it?'"]
-    first, second = objects(*command)
+    command = f"{base} --num-heads 2 --prompt Who? --prompt 'What is it?'"
+    first, second = objects(command)
     stop = first["text"][8:11]
-    lines = objects(*command, "--stop 'never there'", "--stop", stop)
+    lines = objects(command, "--stop 'never there'", "--stop", stop)
     assert lines[0]["text"] == first["text"].partition(stop)[0] and lines[0]["stop"] == "stop"
     assert lines[1]["text"] == second["text"].partition(stop)[0]
     assert len(lines[0]["ids"]) < len(first["ids"])
     eos = first["ids"][8]
-    line = objects(*command, f"--eos 5,{eos}")[0]
+    line = objects(command, f"--eos 5,{eos}")[0]
     assert line["ids"] == first["ids"][: first["ids"].index(eos) + 1] and line["stop"] == "eos"
 
 
 def test_an_empty_answer_is_reported_and_min_new_tokens_prevents_it(done, refused, objects, base):
-    command = *base, *FLAGS, "--prompt Who? --prompt 'What is it?'"
-    token = objects(*command)[1]["ids"][0]
-    out, err = done(main, *command, f"--eos {token}")
+    command = f"{base} {FLAGS} --prompt Who? --prompt 'What is it?'"
+    token = objects(command)[1]["ids"][0]
+    out, err = done(main, command, f"--eos {token}")
     assert out.endswith("[2] What is it?\n\n\n") and "1 of 2 answers are empty" in err
-    longer = *command, f"--eos {token} --min-new-tokens 2"
-    lines = objects(*longer)
+    longer = f"{command} --eos {token} --min-new-tokens 2"
+    lines = objects(longer)
     assert token not in lines[1]["ids"][:2] and len(lines[1]["ids"]) > 2
-    assert "empty" not in done(main, *longer)[1]
+    assert "empty" not in done(main, longer)[1]
     words = "--min-new-tokens 7 is above --max-new-tokens 6"
-    assert words in refused(main, *command, "--min-new-tokens 7")
+    assert words in refused(main, command, "--min-new-tokens 7")
 
 
-def test_a_tiny_model_gets_one_thread_unless_the_user_chose(base, monkeypatch):
-    chosen, model = [], Transformer.load(base[1])
+def test_a_tiny_model_gets_one_thread_unless_the_user_chose(folder, monkeypatch):
+    chosen, model = [], Transformer.load(folder)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     models.limit_threads(model)  # conftest sets OMP_NUM_THREADS
     monkeypatch.delenv("OMP_NUM_THREADS")
