@@ -63,6 +63,8 @@ def results(folder, name, shard=None, cases=("decore-entropy",)):
         "effects": effects(model, PROMPTS[:2], answers, answers[::-1]).tolist(),
         "heads": [x.tolist() for x in answer_batch(model, [PROMPTS[1]], [(2, 8)], 3)[0][1:]],
     }
+    drafted = generate(model, PROMPTS[2] * 3, DeCoRe(HEADS), max_new_tokens=8, draft=4)
+    out["drafted"] = drafted.ids, drafted.alphas
     for case in cases:
         texts = generate(model, PROMPTS, method_of(case, amateur), max_new_tokens=4)
         out[case] = ids_of(texts), [text.alphas for text in texts]
