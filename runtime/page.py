@@ -15,7 +15,8 @@ from jinja2 import Template
 TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 # (title=…, parts=[…], command=…) → the page as a text
 render = Template(TEMPLATE, autoescape=True, trim_blocks=True).render
-FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 30rem; border: 0"></iframe>'
+STYLE = "width: 100%; height: 36rem; border: 0; resize: vertical"
+FRAME = f'<iframe srcdoc="{{}}" style="{STYLE}"></iframe>'
 
 
 class Page(str):
