@@ -444,7 +444,7 @@ def test_a_record_refuses_unknown_settings_and_values(call, words):
 def test_methods_side_by_side_decode_as_each_alone(llama, amateur):
     methods = [method_of(case, amateur) for case in CASES]
     for model in llama, HFModel.load(llama.checkpoint.folder):
-        together = side_by_side(model, PROMPTS, methods, max_new_tokens=NEW)
+        together = side_by_side(model, PROMPTS, methods, NEW)
         for method, out in zip(methods, together, strict=True):
             alone = generate(model, PROMPTS, method, max_new_tokens=NEW)
             assert ids_of(out) == ids_of(alone), method
