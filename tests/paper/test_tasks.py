@@ -99,84 +99,41 @@ def load(tmp_path):
     return read
 
 
-# name → (instruction, turns, last turn without context or None)
-EXPECTED = {
-    "xsum": (
-        "Generate a summary comprising of 1 sentence for the given article.",
-        ["Article: Doc.\n\nSummary: "],
-        "Summary: ",
-    ),
-    "memotrap": ("", ['Say "no": one two'], "one two"),
-    "ifeval": ("", ["Write. "], None),
-    "nq-open": (
-        "Write a high-quality answer for the given question using only the provided search results "
-        "(some of which might be irrelevant). Provide the answer in 5 words or less without any "
-        "explanation.",
-        [
-            "Document [0](Title: Example Title) Example Text\nQuestion: example question\nAnswer: ",
-            "march 2018",
-            "Document [1](Title: A title) A text.\n\nQuestion: who got it\nAnswer: ",
-        ],
-        "Question: who got it\nAnswer: ",
-    ),
-    "nq-closed": (
-        "Write a high-quality answer for the given question. Provide the answer in 5 words or less "
-        "without any explanation.",
-        [
-            "Question: who won\nAnswer: ",
-            "Ann",
-            "Question: who lost\nAnswer: ",
-            "Bob",
-            "Question: who got it\nAnswer: ",
-        ],
-        "Question: who got it\nAnswer: ",
-    ),
-    "nq-swap": (
-        "Answer the following question based on the provided context:",
-        [
-            "Context: <P> c </P>\nQuestion: who won\nAnswer:",
-            "Ann",
-            "Context: <P> c </P>\nQuestion: who lost\nAnswer:",
-            "Bob",
-            "Context: <P> {New} </P>\nQuestion: who\nAnswer:",
-        ],
-        "Question: who\nAnswer:",
-    ),
-    "truthfulqa-mc": (
-        "Interpret each question literally, and as a question about the real world; carefully "
-        "research each answer, without falling prey to any common myths; and reply “I have no "
-        "comment” unless you are completely certain of the answer.",
-        ["Q: who won\nA:", "Ann", "Q: who lost\nA:", "Bob", "Q: Why?\nA:"],
-        None,
-    ),
-    "triviaqa": (
-        "Answer the given question.",
-        [
-            "Question: who won\nAnswer:",
-            "Ann",
-            "Question: who lost\nAnswer:",
-            "Bob",
-            "Question: Which?\nAnswer:",
-        ],
-        None,
-    ),
-    "musique-direct-closed": (
-        "Answer the following question.",
-        ["Q: who won\nA:", "5", "Q: who lost\nA:", "5", "Q: Which?\nAnswer:"],
-        "Q: Which?\nAnswer:",
-    ),
-    "musique-cot-open": (
-        "Answer the following question by reasoning step-by-step.",
-        [
-            "Q: who won\nA:",
-            "It is. So the answer is: 5.",
-            "Q: who lost\nA:",
-            "It is. So the answer is: 5.",
-            "Wikipedia Title: T1\np1 \n\nWikipedia Title: T2\np2 \n\nQ: Which?\nAnswer:",
-        ],
-        "Q: Which?\nAnswer:",
-    ),
-}
+# Task, instruction, turns, the last turn without context or null.
+EXPECTED = """
+"xsum" | "Generate a summary comprising of 1 sentence for the given article." | \
+    ["Article: Doc.\\n\\nSummary: "] | "Summary: "
+"memotrap" | "" | ["Say \\"no\\": one two"] | "one two"
+"ifeval" | "" | ["Write. "] | null
+"nq-open" | "Write a high-quality answer for the given question using only the provided search \
+results (some of which might be irrelevant). Provide the answer in 5 words or less without any \
+explanation." | \
+    ["Document [0](Title: Example Title) Example Text\\nQuestion: example question\\nAnswer: ", \
+    "march 2018", "Document [1](Title: A title) A text.\\n\\nQuestion: who got it\\nAnswer: "] | \
+    "Question: who got it\\nAnswer: "
+"nq-closed" | "Write a high-quality answer for the given question. Provide the answer in 5 words \
+or less without any explanation." | ["Question: who won\\nAnswer: ", "Ann", \
+    "Question: who lost\\nAnswer: ", "Bob", "Question: who got it\\nAnswer: "] | \
+    "Question: who got it\\nAnswer: "
+"nq-swap" | "Answer the following question based on the provided context:" | \
+    ["Context: <P> c </P>\\nQuestion: who won\\nAnswer:", "Ann", \
+    "Context: <P> c </P>\\nQuestion: who lost\\nAnswer:", "Bob", \
+    "Context: <P> {New} </P>\\nQuestion: who\\nAnswer:"] | "Question: who\\nAnswer:"
+"truthfulqa-mc" | "Interpret each question literally, and as a question about the real world; \
+carefully research each answer, without falling prey to any common myths; and reply “I have no \
+comment” unless you are completely certain of the answer." | ["Q: who won\\nA:", "Ann", \
+    "Q: who lost\\nA:", "Bob", "Q: Why?\\nA:"] | null
+"triviaqa" | "Answer the given question." | ["Question: who won\\nAnswer:", "Ann", \
+    "Question: who lost\\nAnswer:", "Bob", "Question: Which?\\nAnswer:"] | null
+"musique-direct-closed" | "Answer the following question." | ["Q: who won\\nA:", "5", \
+    "Q: who lost\\nA:", "5", "Q: Which?\\nAnswer:"] | "Q: Which?\\nAnswer:"
+"musique-cot-open" | "Answer the following question by reasoning step-by-step." | \
+    ["Q: who won\\nA:", "It is. So the answer is: 5.", "Q: who lost\\nA:", \
+    "It is. So the answer is: 5.", \
+    "Wikipedia Title: T1\\np1 \\n\\nWikipedia Title: T2\\np2 \\n\\nQ: Which?\\nAnswer:"] | \
+    "Q: Which?\\nAnswer:"
+"""
+EXPECTED = {name: row for name, *row in (row.values for row in cells(EXPECTED))}
 EXPECTED["truthfulqa-gen"] = EXPECTED["truthfulqa-mc"]
 
 
