@@ -14,11 +14,11 @@ import torch
 from heads.reader import best_heads
 from integrations import hub
 from integrations.custom_generate.generate import generate
-from tests.checkpoints import write_heads
+from tests.checkpoints import random_ids, write_heads
 from tests.families import random_model
 from tests.tables import each
 
-PROMPT = [5, 9, 17, 33, 60, 3, 8, 44, 71, 20, 11, 90]
+PROMPT = random_ids(12)
 GREEDY = dict(do_sample=False, max_new_tokens=8, pad_token_id=0)
 ALONE = """
 import importlib.util, json, sys, torch, transformers

@@ -18,6 +18,7 @@ from hf import HFModel
 from model import Transformer
 from tests.checkpoints import random_ids, write_checkpoint, write_json, write_tokenizer
 from tests.families import random_model
+from tests.tables import facts, rows
 from tokenizer import Tokenizer
 
 HEADS = [(0, 1), (1, 3), (2, 0), (2, 2)]
@@ -30,17 +31,18 @@ FAMILIES = {
 }
 SAMPLING = dict(repetition_penalty=5.0, temperature=0.7, top_k=20)  # not of our engine
 LENGTHS = (1, 2, 31, 32, 33, 64, 97, 120)
-METHODS = {
-    "greedy": dict(method="greedy"),
-    "masked": dict(method="masked"),
-    "entropy": dict(),
-    "static": dict(method="decore-static", alpha=0.7),
-    "cap": dict(alpha_cap=0.4),
-    "scale": dict(scale_alpha=True),
-    "gain": dict(alpha_rule="gain", alpha_cap=0.02),
-    "heads": dict(heads=[(0, 0), (1, 2), (2, 1)]),
-    "query": dict(mask="query"),
-}
+METHODS = """
+greedy | method="greedy"
+masked | method="masked"
+entropy
+static | method="decore-static" alpha=0.7
+cap | alpha_cap=0.4
+scale | scale_alpha=true
+gain | alpha_rule="gain" alpha_cap=0.02
+heads | heads=[[0,0],[1,2],[2,1]]
+query | mask="query"
+"""
+METHODS = {name: facts(" ".join(settings)) for name, *settings in rows(METHODS)}
 ENTROPY = DeCoRe(HEADS)
 
 
