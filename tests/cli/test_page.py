@@ -17,6 +17,7 @@ from heads.sources import find_sources
 from runtime import page
 from runtime.errors import InputError
 from runtime.generation import Generation
+from tests.tables import cells, each
 
 SPAN = re.compile(
     r'( *)<span class="t( differs)?( left)?" id="\w+" tabindex="0"\s+style="--shade: ([\d.]+)"\s+'
@@ -121,18 +122,23 @@ def test_pieces_are_whole_characters_and_join_to_the_text():
     assert [*map(list, positions)] == [[0, 1], [2], [3], [4, 5, 6], [7]]
 
 
-def test_what_a_chat_template_adds_is_set_apart_from_the_text_of_the_prompt():
+# Fields of a prompt → the pieces that the template adds to it; none if it changes the text.
+ADDED = """
+{"messages": [{"role": "system", "content": "Be brief"}, \
+    {"role": "user", "content": " the user"}]} | [0, 1, 3, 4, 6]
+{"prompt": "the user"} | [0, 1, 2, 3, 4, 6]
+{"prompt": "the user", "begin": "assistant"} | [0, 1, 2, 3, 4]
+{"prompt": "THE USER"} | []
+{"prompt": "system\\nBe briefuser the userassistant"} | []
+"""
+
+
+@each("fields, outside", ADDED, cells)
+def test_what_a_chat_template_adds_is_set_apart_from_the_text_of_the_prompt(fields, outside):
     prompt = "system", "\n", "Be brief", "user", " ", "the user", "assistant"
     texts = [(text, ()) for text in prompt]
-    chat = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": " the user"}]
-    for fields, outside in (
-        ({"messages": chat}, {0, 1, 3, 4, 6}),
-        ({"prompt": "the user"}, {0, 1, 2, 3, 4, 6}),
-        ({"prompt": "the user", "begin": "assistant"}, {0, 1, 2, 3, 4}),
-        ({"prompt": "THE USER"}, set()),  # the template changes it
-        ({"prompt": "".join(prompt)}, set()),
-    ):
-        assert program_page.template_pieces(texts, program_page.contents_of(fields)) == outside
+    contents = program_page.contents_of(fields)
+    assert program_page.template_pieces(texts, contents) == {*outside}
     part = dict(name="p0", pieces=texts, template={0})
     text = page.render(title="x", command="c", parts=[part])
     assert re.findall(r'class="s( role)?" id="p0s(\d)"', text)[:2] == [(" role", "0"), ("", "1")]

@@ -22,7 +22,7 @@ from tests.checkpoints import (
 )
 from tests.golden.make import FOLDER, PROMPTS
 from tests.methods import HEADS
-from tests.tables import each
+from tests.tables import each, facts, rows
 
 ATOL = 1e-5  # float32: sums in another order; logits are of the order of 2
 
@@ -46,20 +46,20 @@ def test_logits_match_the_recorded_ones_of_transformers(model, family, i):
     assert_close(model(torch.tensor([PROMPTS[i]]))[0], golden)
 
 
-GRID = {name: {} for name in FAMILIES} | {
-    "llama3, one kv head": dict(num_key_value_heads=1),
-    "llama3, bands": dict(rope_parameters=dict(BANDS, rope_theta=300.0)),
-    "mistral-window, 1": dict(sliding_window=1),
-    "qwen2-window, layer types": dict(
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"]
-    ),
-    "qwen3, window": dict(sliding_window=6, use_sliding_window=True, max_window_layers=0),
-}
+# Families, and some of them with changes.
+GRID = """
+llama3 | num_key_value_heads=1
+llama3 | BANDS
+mistral-window | sliding_window=1
+qwen2-window | layer_types=["sliding_attention","full_attention","sliding_attention"]
+qwen3 | sliding_window=6 use_sliding_window=true max_window_layers=0
+"""
+GROUPS = {"BANDS": dict(rope_parameters=dict(BANDS, rope_theta=300.0))}
 
 
-@pytest.mark.parametrize("name", GRID)
-def test_logits_match_transformers_also_in_the_files_that_it_writes(name, tmp_path):
-    folder = write_checkpoint(tmp_path / "old", name.partition(",")[0], **GRID[name])
+@pytest.mark.parametrize("name, changes", [*((name, "") for name in FAMILIES), *rows(GRID)])
+def test_logits_match_transformers_also_in_the_files_that_it_writes(name, changes, tmp_path):
+    folder = write_checkpoint(tmp_path / "old", name, **facts(changes, GROUPS))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )

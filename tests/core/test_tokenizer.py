@@ -25,7 +25,7 @@ from runtime.checkpoint import Checkpoint
 from runtime.files import read_json
 from runtime.special import MISTRAL_WORDS
 from tests.checkpoints import write_json, write_tokenizer
-from tests.tables import each, facts
+from tests.tables import cells, each, facts
 from tokenizer import Tokenizer
 
 WORDS = (
@@ -501,26 +501,17 @@ def test_a_template_that_writes_only_parts_gets_texts_as_parts(of):
         assert tokenizer.has_system_turn and tokenizer.render(chat_of("Be short.", PARTS)) == text
 
 
-USER = "{{ messages[0].content }}"
+# `chat_template` of tokenizer_config.json, and files. U: {{ messages[0].content }}
+NAMED = """
+[{"name": "default", "template": "1U"}, {"name": "x", "template": "2U"}] | {}
+{"default": "1U", "tool_use": "2U"} | {}
+"2U" | {"chat_template.jinja": "1U"}
+null | {"chat_template.jinja": "2U", "additional_chat_templates/default.jinja": "1U", \
+    "additional_chat_templates/tool_use.jinja": "3U"}
+"""
 
 
-@pytest.mark.parametrize(
-    "setting, files",
-    [
-        ([{"name": "default", "template": "1" + USER}, {"name": "x", "template": "2" + USER}], {}),
-        ({"default": "1" + USER, "tool_use": "2" + USER}, {}),
-        ("2" + USER, {"chat_template.jinja": "1" + USER}),
-        (
-            None,
-            {
-                "chat_template.jinja": "2" + USER,
-                "additional_chat_templates/default.jinja": "1" + USER,
-                "additional_chat_templates/tool_use.jinja": "3" + USER,
-            },
-        ),
-    ],
-    ids=["list", "dict", "file", "folder"],
-)
+@each("setting, files", NAMED.replace("U", "{{ messages[0].content }}"), cells)
 def test_the_default_of_named_templates_is_that_of_transformers(setting, files, tmp_path):
     (tmp_path / "additional_chat_templates").mkdir()
     for name, text in files.items():

@@ -21,9 +21,9 @@ from lm_eval.tasks import TaskManager
 from tokenizers import Tokenizer as Core
 from tokenizers import processors
 
-from decoders.baselines import CD, DoLa
+from decoders.baselines import CD, DoLa  # noqa: F401 (of a table)
 from decoders.scoring import score
-from decore import DeCoRe, Greedy, generate
+from decore import DeCoRe, Greedy, generate  # noqa: F401 (of a table)
 from integrations import lm_eval as harness
 from integrations.lm_eval_model import HarnessModel
 from miniature.data import make_split
@@ -31,20 +31,21 @@ from model import Transformer
 from runtime.files import read_json
 from tests.checkpoints import write_checkpoint, write_json, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
-from tests.tables import each
+from tests.tables import each, rows
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "own-data.md").read_text()
 BEGIN, END = "<|begin|>", "<|end|>"
 HEADS = [(0, 1), (2, 3)]
-CHOICES = [
-    ("Who wrote it? ", [" Ann", " Bo and Cy", " D"]),
-    ("Ünïcode, 中文:", [" ja", " nein"]),
-    ("Where is the old mill?", [" on the hill that we saw", " here"]),
-    ("A long one. " * 45, [" x", " yy", " zzz"]),
-    ("", ["begins", "with nothing"]),
-]
+CHOICES = """
+"Who wrote it? " | [" Ann", " Bo and Cy", " D"]
+"Ünïcode, 中文:" | [" ja", " nein"]
+"Where is the old mill?" | [" on the hill that we saw", " here"]
+"LONG" | [" x", " yy", " zzz"]
+"" | ["begins", "with nothing"]
+""".replace("LONG", "A long one. " * 45)
+CHOICES = [[*map(json.loads, row)] for row in rows(CHOICES)]
 PROMPTS = [
     "Copy: abc.",
     "Say something about rivers.",
@@ -120,19 +121,19 @@ def small(tmp_path_factory):
     return model, Tokenizer.load(folder), amateur
 
 
-MAKE = {
-    "decore-entropy": lambda amateur: DeCoRe(HEADS, mask_prompt=True),
-    "decore-static": lambda amateur: DeCoRe(HEADS, "query", mask_prompt=True, alpha=2.0),
-    "decore-entropy-lite": lambda amateur: DeCoRe(HEADS, amateur=amateur),
-    "dola-high": lambda amateur: DoLa("high"),
-    "cd": CD,
-}
+DECODERS = """
+DeCoRe(HEADS, mask_prompt=True)
+DeCoRe(HEADS, "query", mask_prompt=True, alpha=2.0)
+DeCoRe(HEADS, amateur=amateur)
+DoLa("high")
+CD(amateur)
+"""
 
 
-@pytest.mark.parametrize("name", MAKE)
-def test_a_decoder_gives_what_score_and_generate_give(small, name):
+@pytest.mark.parametrize("method", DECODERS.split("\n")[1:-1])
+def test_a_decoder_gives_what_score_and_generate_give(small, method):
     model, tokenizer, amateur = small
-    lm = HarnessModel(model, tokenizer, MAKE[name](amateur), batch_size=2)
+    lm = HarnessModel(model, tokenizer, eval(method), batch_size=2)
     context, answers = "Where is the mill?", [" on the hill", " here", " gone for good"]
     scores = run(lm, "loglikelihood", [(context, answer) for answer in answers])
     ids = [tokenizer.encode(answer, bos=False) for answer in answers]
@@ -238,14 +239,13 @@ def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(
     (tmp_path / "utils.py").write_text(UTILS)
     items = [item._asdict() for item in make_split("conflict", 24)]
     items = write_example(tmp_path, items, '"{{prompt}}"', "!function utils.ask")
-    method = ["--method", "decore-entropy"]
-    tasks = ["--tasks", "conflict", "--include_path", tmp_path, "--batch_size", "12"]
+    tasks = f"--tasks conflict --include_path {tmp_path} --batch_size 12"
+    program = f"-m integrations.lm_eval --method decore-entropy {tasks} --output_path"
     results = []
-    for engine in [], ["--transformers"]:
+    for engine in "", "--transformers":
         out = tmp_path / f"out{len(results)}"
-        program = [sys.executable, "-m", "integrations.lm_eval", *method, *tasks, *engine]
-        arguments = [*program, "--output_path", out]
-        done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+        command = [sys.executable, *f"{program} {out} {engine}".split()]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "miniature ({'method': " in done.stdout
         results.append(read_json(next(out.rglob("results_*.json"))))
@@ -255,7 +255,8 @@ def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(
     assert [c["engine"] for c in configs] == ["own", "transformers"]
     assert configs[0]["method"] == "decore-entropy"
     assert configs[1]["versions"]["transformers"] == transformers.__version__
-    _, [out], _ = start("--task", "miniature", "--data", items, *method, "--out", tmp_path / "runs")
+    options = f"--task miniature --data {items} --method decore-entropy --out {tmp_path}/runs"
+    _, [out], _ = start(options)
     number = out["metrics"]["exact_match"]
     assert own["results"]["conflict"]["exact_match,none"] == number
     assert f"match is {number:.2f} with DeCoRe entropy" in PAGE

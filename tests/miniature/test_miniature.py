@@ -5,7 +5,6 @@ import json
 from itertools import islice
 
 import numpy as np
-import pytest
 import torch
 
 from cli.options import MINIATURE as FOLDER
@@ -14,6 +13,7 @@ from heads import load_heads
 from miniature import data, train
 from model import Transformer
 from runtime.files import short_hash
+from tests.tables import cells, each
 from tokenizer import Tokenizer
 
 
@@ -67,18 +67,20 @@ def accuracy(folder, split, n=96, heads=None):
     return np.mean([tokenizer.decode(g.ids) == f" {item.answer}." for g, item in zip(out, items)])
 
 
-@pytest.mark.parametrize(
-    "folder, split, heads, low, high",
-    [
-        (FOLDER, "closed", None, 0.97, 1),
-        (FOLDER, "open", None, 0.9, 1),
-        (FOLDER / "miniature-amateur", "closed", None, 0.1, 0.8),
-        (FOLDER / "miniature-amateur", "open", None, 0.6, 1),
-        (FOLDER / "miniature-amateur", "open", "miniature-amateur", 0, 0.2),
-    ],
-)
+# Folder, split, heads to mask, the least and the greatest accuracy.
+ACCURACIES = """
+"." | "closed" | null | 0.97 | 1
+"." | "open" | null | 0.9 | 1
+"miniature-amateur" | "closed" | null | 0.1 | 0.8
+"miniature-amateur" | "open" | null | 0.6 | 1
+"miniature-amateur" | "open" | "miniature-amateur" | 0 | 0.2
+"""
+
+
+@each("folder, split, heads, low, high", ACCURACIES, cells)
 def test_the_models_know_facts_and_read_passages_with_their_retrieval_heads(
     folder, split, heads, low, high
 ):
-    assert low <= accuracy(folder, split, heads=heads) <= high
-    assert Tokenizer.load(folder).core.get_vocab() == Tokenizer.load(FOLDER).core.get_vocab()
+    assert low <= accuracy(FOLDER / folder, split, heads=heads) <= high
+    one, other = (Tokenizer.load(path).core.get_vocab() for path in (FOLDER, FOLDER / folder))
+    assert one == other

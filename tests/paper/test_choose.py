@@ -10,6 +10,7 @@ from cli.entry import run_program
 from miniature.data import make_split
 from paper import choose
 from tests.checkpoints import read_lines, write_lines
+from tests.tables import rows
 
 
 def run_detection():
@@ -89,19 +90,21 @@ def test_the_known_questions_are_split_and_too_few_are_refused():
         choose.split(40, 20, 10)
 
 
-def test_the_best_setting_may_lose_so_much_and_no_more(monkeypatch, capsys):
-    def run(conflict, agreement):
-        values = {"conflict": [1] * conflict + [0] * (100 - conflict)}
-        return values | {"agreement": [1] * agreement + [0] * (100 - agreement)}
+# Setting, right answers of 100 with conflicts and with agreement.
+SHARES = """
+--method greedy | 20 | 100
+--method decore-entropy --num-heads 10 | 60 | 90
+--method decore-static --alpha 1.0 --num-heads 3 | 50 | 98
+--method cad --alpha 1.0 | 70 | 97
+--method cad --alpha 0.5 | 30 | 99
+"""
 
-    runs = {
-        "--method greedy": run(20, 100),
-        "--method decore-entropy --num-heads 10": run(60, 90),
-        "--method decore-static --alpha 1.0 --num-heads 3": run(50, 98),
-        "--method cad --alpha 1.0": run(70, 97),
-        "--method cad --alpha 0.5": run(30, 99),
-    }
-    runs = {tuple(setting.split()): values for setting, values in runs.items()}
+
+def test_the_best_setting_may_lose_so_much_and_no_more(monkeypatch, capsys):
+    runs = {}
+    for setting, *shares in rows(SHARES):
+        conflict, agreement = ([1] * int(n) + [0] * (100 - int(n)) for n in shares)
+        runs[tuple(setting.split())] = {"conflict": conflict, "agreement": agreement}
     monkeypatch.setattr(choose, "shares", lambda *_: runs)
     for points, decore, cad in ((2, 3, 0.5), (0, 3, 0.5), (5, 3, 1.0), (10, 10, 1.0)):
         chosen = choose.choose(None, ["conflict", "agreement"], points)

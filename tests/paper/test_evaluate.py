@@ -36,7 +36,7 @@ from tests.checkpoints import read_lines, write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
 from tests.paper.test_tasks import DEMOS, write, write_data
 from tests.ranks import on_processes
-from tests.tables import each
+from tests.tables import cells, each
 
 GREEDY = "--method greedy --max-new-tokens 5"
 DECORE = "--method decore-entropy --max-new-tokens 5 --num-heads 2"
@@ -214,14 +214,14 @@ def test_answers_have_at_least_the_tokens_that_are_asked_for(runs, refusal, bare
     assert words in refusal(*options, "--min-new-tokens 5")
 
 
-@pytest.mark.parametrize(
-    "known, batches",
-    [
-        ([], [[5, 4], [3, 2], [1, 0]]),
-        ([5, 4, 3], [[3, 2], [1, 0]]),  # an interrupted run: the batches stay the same
-        ([5, 2, 1], [[4, 3], [0]]),  # a run that grows: no answer is computed again
-    ],
-)
+BATCHES = """
+[] | [[5, 4], [3, 2], [1, 0]]
+[5, 4, 3] | [[3, 2], [1, 0]]  # an interrupted run: the batches stay the same
+[5, 2, 1] | [[4, 3], [0]]  # a run that grows: no answer is computed again
+"""
+
+
+@each("known, batches", BATCHES, cells)
 def test_batches_of_a_run_that_continues(known, batches):
     encoded = [SimpleNamespace(index=i, prompt=[0] * i) for i in range(6)]
     left = missing_batches(encoded, 2, {*known}, SimpleNamespace(replicas=1))
