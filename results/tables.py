@@ -187,6 +187,9 @@ def compare_roles(models, one, two, kind=FALSE):
 
 # Tables: rows of cells, of which the first has the headings
 
+RIGHT = "right answers, %"
+POINTS = "points, against greedy decoding"
+
 
 def short(model):
     words = {"2.5-Coder": "", "-Instruct": "", "-135M": "", "gemma-3-270m": "Gemma"}
@@ -246,7 +249,7 @@ def moved():
 
 def costs():
     """Differences to greedy decoding where no passage is needed, and on other tasks."""
-    rows = [["", *map(short, MODELS), "together"]]
+    rows = [[POINTS, *map(short, MODELS), "together"]]
     for kind, (title, metric) in COSTS.items():
         for role in SHOWN:
             groups = []
@@ -427,10 +430,10 @@ def fresh_tests():
     return [["", *map(short, MODELS)], *family(MODELS, FRESH_TESTS, test)]
 
 
-def by_condition(cell, groups, methods=tuple(COMPARED)):
+def by_condition(title, cell, groups, methods=tuple(COMPARED)):
     """A row for each condition and group of models. cell(pairs, metric): of a method's runs, each
     with that of greedy decoding."""
-    rows = [["", *methods]]
+    rows = [[title, *methods]]
     for condition in CONDITIONS:
         metric = "memory" if condition == "no passage" else "passage"
         for models in groups:
@@ -461,9 +464,9 @@ TABLES = {
     **{table.__name__: table for table in (settings, moved, costs, where)},
     **{table.__name__: table for table in (random, cad, listed, fresh_listed)},
     **{table.__name__: table for table in (planned, fresh_tests)},
-    "which": partial(by_condition, share, [MODELS]),
-    "fresh": partial(by_condition, share, ONE_BY_ONE),
-    "fresh_differences": partial(by_condition, difference, [MODELS], [*COMPARED][1:6]),
+    "which": partial(by_condition, RIGHT, share, [MODELS]),
+    "fresh": partial(by_condition, RIGHT, share, ONE_BY_ONE),
+    "fresh_differences": partial(by_condition, POINTS, difference, [MODELS], [*COMPARED][1:6]),
 }
 
 
