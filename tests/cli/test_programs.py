@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -83,7 +82,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize("arguments, words", MISTAKES)
 def test_a_mistake_ends_in_one_line_and_status_2(refused, places, arguments, words):
-    err = refused(program.main, *shlex.split(arguments.format(**places)))
+    err = refused(program.main, arguments.format(**places))
     assert err.count("\n") == 1 and err.startswith("decode.py: error: ") and words in err
 
 

@@ -15,20 +15,20 @@ from decore import DeCoRe, generate
 from tests.checkpoints import FAMILIES, random_ids, random_weights, tiny
 from tests.core.test_decore import log_softmax
 from tests.methods import PROMPTS
-from tests.tables import each
+from tests.tables import each, facts, rows
 
 WITHOUT = [random_ids(n, seed=40 + n) + p[-1:] for n, p in zip((1, 4, 0, 8), PROMPTS)]
 ANSWERS = [random_ids(n, seed=80 + n) for n in (4, 1, 7)]
 NEW = 6
 ATOL = 3e-5  # float32 against float64; scores are of the order of 10
-METHODS = ("cd", "cad", "dola-low", "dola-high", "ad")
-CHANGES = {
-    "cd": dict(alpha=1.25),
-    "cad": dict(alpha=1.25),
-    "dola-low": dict(repetition_penalty=1.3),
-    "dola-high": dict(repetition_penalty=0.8),
-    "ad": dict(alpha=1.25, info_layer=6),  # the last layer
-}
+CHANGES = """
+cd | alpha=1.25
+cad | alpha=1.25
+dola-low | repetition_penalty=1.3
+dola-high | repetition_penalty=0.8
+ad | alpha=1.25 info_layer=6
+"""  # the last layer
+CHANGES = {name: facts(changes) for name, changes in rows(CHANGES)}
 
 
 def with_oracle(model):
@@ -127,7 +127,7 @@ def generate_with_scores(model, prompts, method, new):
 
 
 @pytest.mark.parametrize("changed", [False, True])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CHANGES)
 def test_tokens_and_scores_equal_the_numpy_version(expert, small, name, changed, monkeypatch):
     changes = dict(relative_top=0.4) | CHANGES[name] if changed else {}
     if changed:
@@ -168,7 +168,7 @@ def test_dola_chooses_the_same_exits_without_tokens_whose_logits_are_minus_infin
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CHANGES)
 def test_scores_of_answers_equal_the_numpy_version(expert, small, name, renormalise):
     """Neither relative_top nor repetition_penalty changes them."""
     prompt, without, expected = PROMPTS[1], WITHOUT[1], []

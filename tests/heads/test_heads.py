@@ -225,21 +225,21 @@ def test_a_link_has_its_own_name_and_finds_the_heads_of_its_target_too(tmp_path,
     assert Transformer.load((tmp_path / "link").resolve()).name == "owner/tiny"
 
 
-@pytest.mark.parametrize(
-    "name, shape, hint",
-    [
-        ("meta-llama/Llama-3.2-3B-Instruct", (28, 24), "--heads Llama-3.2-3B), give"),
-        ("someone/honest_llama3_8B_instruct", (32, 32), "--heads Meta-Llama-3-8B-Instruct"),
-        ("someone/Llama-3.2-3B-Instruct", (30, 24), "Instruct: give --heads FILE, or"),
-    ],
-)
+RELATED = """
+meta-llama/Llama-3.2-3B-Instruct | 28 24 | --heads Llama-3.2-3B), give
+someone/honest_llama3_8B_instruct | 32 32 | --heads Meta-Llama-3-8B-Instruct
+someone/Llama-3.2-3B-Instruct | 30 24 | Instruct: give --heads FILE, or
+"""
+
+
+@each("name, shape, hint", RELATED)
 @pytest.mark.parametrize("transformers", [False, True])
 def test_a_model_without_a_file_gets_the_names_of_related_ones_and_the_command_that_measures(
     name, shape, hint, transformers
 ):
     args = Namespace(model=name, heads=None, transformers=transformers)
     with pytest.raises(ValueError) as error:
-        fit(Setup.of("masked"), args, stand_in(*shape, name))
+        fit(Setup.of("masked"), args, stand_in(*map(int, shape.split()), name))
     message, _, command = str(error.value).partition("measure them: ")
     assert hint in message
     more = "--transformers " * transformers

@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 
-import evaluate
 from cli import decode as program
 from cli.entry import explain
 from decoders.baselines import AD, CAD, CD, DoLa
@@ -34,7 +33,6 @@ from tests.checkpoints import (
     ids_of,
     random_ids,
     random_weights,
-    read_lines,
     write_checkpoint,
     write_json,
 )
@@ -451,20 +449,6 @@ def test_the_engines_agree_on_the_ids_that_begin_end_and_pad_texts(chat_model):
     for model in Transformer.load(chat_model), HFModel.load(chat_model):
         assert model.name == chat_model.name
         assert (model.bos_id, model.eos_ids, model.pad_ids) == (256, (257,), (257,))
-
-
-def test_a_run_has_the_same_answers_with_both_engines(done, data, chat_model, tmp_path):
-    model = f"--heads {chat_model}/heads.json --model {chat_model} --max-new-tokens 6"
-    runs = []
-    for engine in "", "--transformers":
-        out = tmp_path / f"runs{len(runs)}"
-        done(evaluate.main, data["nq-swap"], f"{model} --out {out} {engine}")
-        [path] = out.glob("*.jsonl")
-        header, *lines = read_lines(path)
-        runs.append([line["ids"] for line in lines])
-        assert header["header"]["engine"] == ("transformers" if engine else "own")
-    assert runs[0] == runs[1]
-    assert header["header"]["versions"]["transformers"] == transformers.__version__
 
 
 def test_transformers_needs_its_package(refused, monkeypatch):

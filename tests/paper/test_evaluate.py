@@ -317,7 +317,7 @@ def test_a_sweep_reads_its_prompts_once_and_writes_what_single_runs_do(
 ):
     """Each batch of NQ-Swap is read, and cad's prompts without context; with --mask-prompt the 8
     sets of masked rows read the prompts themselves. Multiple choice: once for each set of heads."""
-    engine = {"own": Transformer, "transformers": HFModel}[engine]
+    kind, engine = engine, {"own": Transformer, "transformers": HFModel}[engine]
     masking += f" --heads {chat_model}/heads.json"
     read = Mock(return_value=None)
     prefill = engine.prefill
@@ -334,6 +334,8 @@ def test_a_sweep_reads_its_prompts_once_and_writes_what_single_runs_do(
     assert read.call_count == int(reads) * batches
     for one in out:
         header, *lines = content(one["run"])
+        assert header["engine"] == kind
+        assert ("transformers" in header["versions"]) == (kind != "own")
         single = f"--method {header['method']} --out {tmp_path}/single"
         if header["heads"]:
             single += f" {masking} --num-heads {header['num_heads']}"

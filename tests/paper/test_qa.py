@@ -602,33 +602,36 @@ def test_known_and_unknown_keep_the_rows_that_a_closed_book_run_answers_from_mem
     assert [line["id"] for line in capitals(options)[1]] == [1, 4]
 
 
+NOT_KNOWN = """
+[header] | it holds no answers
+lines | it was not made with --closed-book
+[changed(closed_book=None), *lines] | it was not made with --closed-book
+[header, *bare] | rows of it have no field 'memory'
+[changed(model="tiny"), *lines] | it is of tiny, not of chat
+[changed(fingerprint={"weights": "others"}), *lines] | it is of another checkpoint called chat
+[changed(method="masked"), *lines] | it is of masked; what a model knows, greedy decoding says
+[header, *lines[1:]] | lacks 1 of 6 questions of the data, such as 'c0', 'Capital of 0?'
+[header, *moved] | lacks 1 of 6 questions of the data, such as 'c0'
+[changed(limit=6), *moved] | lacks 1 of 6 questions of the data, such as 'c0'
+[header, *unknown] | no row of the data is known
+"""
+
+
 def test_a_run_that_does_not_tell_what_is_known_is_refused_in_one_line(capitals, tmp_path):
-    run = closed_book(capitals, known=("c1",))
-    header, *lines = read_lines(run)
-    bare = [{n: line[n] for n in line if n != "memory"} for line in lines]
-    changed = dict(model="tiny"), dict(fingerprint=dict(weights="others")), dict(method="masked")
-    changed = *changed, dict(closed_book=None), dict(limit=6)
-    headers = [{"header": header["header"] | more} for more in changed]
-    other, copy, masked, open_book, limited = headers
-    moved = [lines[0] | {"question": "Who?"}, *lines[1:]]
-    unknown = [line | {"prediction": "Else"} for line in lines]
-    for content, words in (
-        ([header], "it holds no answers"),
-        (lines, "it was not made with --closed-book"),
-        ([open_book, *lines], "it was not made with --closed-book"),
-        ([header, *bare], "rows of it have no field 'memory'"),
-        ([other, *lines], "it is of tiny, not of chat"),
-        ([copy, *lines], "it is of another checkpoint called chat"),
-        ([masked, *lines], "it is of masked; what a model knows, greedy decoding says"),
-        ([header, *lines[1:]], "lacks 1 of 6 questions of the data, such as 'c0', 'Capital of 0?'"),
-        ([header, *moved], "lacks 1 of 6 questions of the data, such as 'c0'"),
-        ([limited, *moved], "lacks 1 of 6 questions of the data, such as 'c0'"),
-        ([header, *unknown], "no row of the data is known"),
-    ):
-        path = write_lines(tmp_path / "run.jsonl", content)
+    header, *lines = read_lines(closed_book(capitals, known=("c1",)))
+    names = dict(
+        header=header,
+        lines=lines,
+        changed=lambda **more: {"header": header["header"] | more},
+        bare=[{n: line[n] for n in line if n != "memory"} for line in lines],
+        moved=[lines[0] | {"question": "Who?"}, *lines[1:]],
+        unknown=[line | {"prediction": "Else"} for line in lines],
+    )
+    for content, words in rows(NOT_KNOWN):
+        path = write_lines(tmp_path / "run.jsonl", eval(content, names))
         status, _, err = capitals(f"--method greedy --known {path}")
         assert status == 2 and words in err.splitlines()[-1] and str(path) in err, words
-    write_lines(path, [limited, *lines[1:4]])
+    write_lines(path, [names["changed"](limit=6), *lines[1:4]])
     status, printed, err = capitals(f"--known {path} --dry-run")
     assert [line["id"] for line in printed] == ["c1"] and "lacks 3 rows: left out" in err
     status, _, err = capitals("--task miniature --closed-book")

@@ -8,6 +8,7 @@ import pytest
 
 from runtime import statistics
 from runtime.statistics import averages, holm, interval, items_needed, sampled, wilson
+from tests.tables import cells, each
 
 
 def test_averages_are_those_of_resampled_questions():
@@ -29,9 +30,15 @@ def test_averages_are_those_of_resampled_questions():
     assert interval(by_averages) == pytest.approx(np.percentile(plain, (2.5, 97.5)), abs=0.015)
 
 
-@pytest.mark.parametrize(
-    "values, questions", [([1, 1, 1], "abc"), ([0.1] * 7, "abcdefg"), ([1, 0], "aa"), ([1], "a")]
-)
+WITHOUT_WIDTH = """
+[1, 1, 1] | "abc"
+[0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1] | "abcdefg"
+[1, 0] | "aa"
+[1] | "a"
+"""
+
+
+@each("values, questions", WITHOUT_WIDTH, cells)
 def test_an_interval_without_width_is_none(values, questions):
     column = np.array(values, dtype=float), np.ones(len(values))
     assert interval(averages([[column]], [*questions])[:, 0]) is None
@@ -83,11 +90,9 @@ def mcnemar(won, lost):
     return min(1, 2 * tail / 2 ** (won + lost))
 
 
-COUNTS = (2, 8), (7, 1), (0, 5), (0, 6), (5, 5), (0, 0), (19, 8), (700, 640)
-
-
-@pytest.mark.parametrize("won, lost", COUNTS)
-def test_of_two_runs_with_right_and_wrong_items_p_is_mcnemars(won, lost):
+@pytest.mark.parametrize("counts", "2 8, 7 1, 0 5, 0 6, 5 5, 0 0, 19 8, 700 640".split(", "))
+def test_of_two_runs_with_right_and_wrong_items_p_is_mcnemars(counts):
+    won, lost = map(int, counts.split())
     one, other = pair(won, lost)
     for runs in (one, other), (other, one):
         p = statistics.p_value(*([run] for run in runs), range(len(one)))
