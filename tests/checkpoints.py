@@ -107,6 +107,13 @@ def assert_close(tensor, expected, atol=1e-5, rtol=0):
     torch.testing.assert_close(tensor, expected, atol=atol, rtol=rtol)
 
 
+def assert_similar(found, expected, least, atol):
+    """The least correlation of two tensors, and how far their norms may be apart."""
+    found, expected = found.flatten(), expected.flatten()
+    assert torch.corrcoef(torch.stack([found, expected]))[0, 1] > least
+    assert abs(found.norm() / expected.norm() - 1) < atol
+
+
 def ids_of(generations):
     return [g.ids for g in generations]
 

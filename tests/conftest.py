@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cli.entry import run_program
+from decore import Decoding
 from model import Transformer
 from runtime.progress import Bar
 from tests.checkpoints import tiny, write_checkpoint, write_heads, write_lines, write_tokenizer
@@ -102,6 +103,20 @@ def passes(monkeypatch):
 
     monkeypatch.setattr(Transformer, "embedding", record)
     return shapes
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """How many tokens each step of a decoding reads."""
+    widths = []
+    step = Decoding.step
+
+    def record(self, tokens):
+        widths.append(tokens.shape[1])
+        return step(self, tokens)
+
+    monkeypatch.setattr(Decoding, "step", record)
+    return widths
 
 
 @pytest.fixture(scope="session")

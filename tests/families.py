@@ -81,6 +81,13 @@ def random_model(family, **changes):
     return model.eval()
 
 
+def left_padded(prompts):
+    """Prompts as `generate` of transformers reads them."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[-1] * (longest - len(p)) + p for p in prompts])
+    return dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long())
+
+
 class Rounded(torch.nn.Linear):
     """Rounds the activations of a whole batch to 8 bits, as some quantized kernels do."""
 

@@ -12,7 +12,7 @@ from transformers import MinNewTokensLengthLogitsProcessor
 from decoders.baselines import AD, CAD, DoLa  # noqa: F401 (of the tables)
 from decoders.scoring import score
 from decoders.sweep import side_by_side
-from decore import Decoding, DeCoRe, Greedy, Masked, decore, generate, make_head_mask
+from decore import DeCoRe, Greedy, Masked, decore, generate, make_head_mask
 from hf import HFModel
 from model import Cache, Transformer
 from runtime.drafts import PARTS, Text
@@ -207,15 +207,14 @@ def test_min_new_tokens_gives_the_tokens_that_the_processor_of_transformers_give
 
 
 @pytest.mark.parametrize("case", DRAFTING)
-def test_drafts_change_nothing_but_the_number_of_passes(llama, amateur, monkeypatch, engine, case):
+def test_drafts_change_nothing_but_the_number_of_passes(
+    llama, amateur, steps, monkeypatch, engine, case
+):
     model = engine.load(llama.checkpoint.folder)
-    steps = []
     prompt = random_ids(9, seed=1)
     method = CAD(prompt[3:]) if case == "cad" else method_of(case, amateur)
     how = dict(ids=prompt, method=method, max_new_tokens=24)
     free = generate(model, eos_ids=(), **how).ids
-    read = Decoding.step
-    monkeypatch.setattr(Decoding, "step", lambda *args: steps.append(1) or read(*args))
     for ends, least in ((), 0), (free[7:8], 0), (free[2:3], 5):
         steps.clear()
         how["on_token"] = None
@@ -263,14 +262,11 @@ def test_a_draft_is_what_followed_the_last_ids_at_their_latest_earlier_place():
 
 @pytest.mark.parametrize("product, width", [("plain", 1), ("packed", 2), (None, 2)])
 def test_where_wide_passes_are_dear_nothing_is_drafted_after_one_id(
-    llama, monkeypatch, product, width
+    llama, steps, monkeypatch, product, width
 ):
     monkeypatch.setattr(llama, "product", product)
-    widths, read = [], Decoding.step
-    count = lambda self, tokens: widths.append(tokens.shape[1]) or read(self, tokens)  # noqa: E731
-    monkeypatch.setattr(Decoding, "step", count)
     generate(llama, [5, 6, 7, 5], Greedy(), max_new_tokens=9, draft=8)
-    assert widths[0] == width
+    assert steps[0] == width
 
 
 def test_texts_end_with_the_context_of_the_model_or_the_amateur(llama, tmp_path):

@@ -13,7 +13,14 @@ from heads import measures
 from heads.measures import effects
 from hf import HFModel
 from model import Cache, Transformer
-from tests.checkpoints import FAMILIES, assert_close, ids_of, random_ids, write_checkpoint
+from tests.checkpoints import (
+    FAMILIES,
+    assert_close,
+    assert_similar,
+    ids_of,
+    random_ids,
+    write_checkpoint,
+)
 from tests.methods import CASES, HEADS, PROMPTS, method_of
 
 pytestmark = [
@@ -73,11 +80,10 @@ def test_the_effects_of_heads_on_cuda_are_those_of_the_cpu(folder, engine, dtype
     memories = [random_ids(2, seed=7), [], [5]]
     texts = PROMPTS[1:], [random_ids(n) for n in (3, 1, 4)], memories
     expected, found = (
-        effects(kind.load(folder, device=device, dtype=of), *texts).flatten()
+        effects(kind.load(folder, device=device, dtype=of), *texts)
         for kind, device, of in ((Transformer, "cpu", "float32"), (engine, "cuda", dtype))
     )
-    assert torch.corrcoef(torch.stack([found, expected]))[0, 1] > least
-    assert abs(found.norm() / expected.norm() - 1) < (1e-3 if dtype == "float32" else 0.1)
+    assert_similar(found, expected, least, 1e-3 if dtype == "float32" else 0.1)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -10,7 +10,7 @@ from hf import HFModel
 from hf.positions import position_problem
 from integrations.custom_generate import generate as custom_generate
 from tests.checkpoints import assert_close, ids_of, random_ids
-from tests.families import EXPERTS, random_model
+from tests.families import EXPERTS, left_padded, random_model
 from tests.methods import HEADS
 from tests.tables import each, facts
 
@@ -41,11 +41,9 @@ def dynamic():
 
 
 def decode_inside(model, prompts, **more):
-    """By custom_generate, padded on the left."""
-    ids = torch.tensor([[-1] * (max(map(len, prompts)) - len(p)) + p for p in prompts])
-    inputs = dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long())
+    """By custom_generate."""
     settings = GREEDY | dict(return_dict_in_generate=True) | more
-    return custom_generate.generate(model, heads=HEADS, **inputs, **settings)
+    return custom_generate.generate(model, heads=HEADS, **left_padded(prompts), **settings)
 
 
 @pytest.mark.parametrize("prompts", [BELOW, BEYOND], ids=["below", "beyond"])

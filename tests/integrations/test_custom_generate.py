@@ -18,7 +18,7 @@ from model import Transformer
 from runtime.values import MASKS
 from tests import families
 from tests.checkpoints import assert_close, ids_of, write_json
-from tests.families import random_model
+from tests.families import left_padded, random_model
 from tests.methods import HEADS
 from tests.tables import facts, rows
 
@@ -50,10 +50,8 @@ def llama(llama):
 
 
 def generate(model, prompts=PROMPTS[:1], **more):
-    """The result of `generate`. Padding on the left is -1, which the attention mask leaves out."""
-    ids = torch.tensor([[-1] * (max(map(len, prompts)) - len(p)) + p for p in prompts])
-    inputs = dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long())
-    return model.generate(**inputs, **FOLDER | GREEDY | more)
+    """The result of `generate`."""
+    return model.generate(**left_padded(prompts), **FOLDER | GREEDY | more)
 
 
 def new_tokens(model, prompts=PROMPTS[:1], **more):

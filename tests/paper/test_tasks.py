@@ -332,7 +332,7 @@ def test_rows_that_do_not_fit_their_task_are_refused_in_one_line(
     _, row = row_of(options.split()[0])
     path = write(tmp_path / "1.jsonl", row, row | json.loads(changes))
     options = f"--dry-run --data {{file}} --task {options}".format(file=path)
-    assert words in refused(evaluate.main, *options.split()).splitlines()[-1]
+    assert words in refused(evaluate.main, options).splitlines()[-1]
 
 
 WRONG_FILES = r"""
@@ -353,7 +353,7 @@ def test_files_that_cannot_be_read_are_refused_in_one_line(
     path = tmp_path / file
     path.write_bytes(codecs.decode(content, "unicode_escape").encode("latin-1"))
     options = f"--dry-run --data {{file}} --task {options}".format(file=path, folder=tmp_path)
-    assert words in refused(evaluate.main, *options.split()).splitlines()[-1]
+    assert words in refused(evaluate.main, options).splitlines()[-1]
 
 
 def test_an_error_of_a_library_becomes_one_line_with_its_place():

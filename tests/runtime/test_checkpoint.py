@@ -18,8 +18,10 @@ from runtime.config import rope_frequencies
 from tests.checkpoints import (
     BANDS,
     FAMILIES,
+    assert_close,
     random_ids,
     random_weights,
+    tiny,
     write_checkpoint,
     write_json,
 )
@@ -31,6 +33,10 @@ def configuration(folder, family, **changes):
     config = {k: v for k, v in (FAMILIES[family] | changes).items() if v is not ...}
     write_json(folder / "config.json", config)
     return folder
+
+
+def logits(model):
+    return model(torch.tensor([random_ids(20)]))
 
 
 def load_theirs(folder):
@@ -169,10 +175,9 @@ def test_a_stored_head_replaces_the_tied_embedding_if_it_differs(stored, tmp_pat
     if stored == "head":  # `save_model` of safetensors stores only one of the two names
         del weights["model.embed_tokens.weight"]
     folder = write_checkpoint(tmp_path, "llama3.2", weights=weights)
-    ids = torch.tensor([random_ids(20)])
     model = Transformer.load(folder)
     with torch.inference_mode():
-        torch.testing.assert_close(model(ids), load_theirs(folder)(ids).logits, atol=1e-5, rtol=0)
+        assert_close(logits(model), logits(load_theirs(folder)).logits)
     assert model.config.tied_embeddings == ("different" not in stored)
 
 
@@ -180,8 +185,7 @@ def test_a_stored_head_replaces_the_tied_embedding_if_it_differs(stored, tmp_pat
 def test_other_heads_are_left_out_and_the_prefix_may_be_absent(family, beside, tmp_path):
     """As `save_pretrained` of a value model, and of the model without its head, writes them."""
     weights = random_weights(FAMILIES[family])
-    ids = torch.tensor([random_ids(20)])
-    expected = Transformer.load(write_checkpoint(tmp_path / "1", family, weights=weights))(ids)
+    expected = logits(tiny(tmp_path / "1", family, weights=weights))
     more = {beside: torch.ones(1)}
     bare = {name.removeprefix("model."): x for name, x in weights.items()}
     for folder, tensors in (("2", weights), ("3", bare)):
@@ -189,11 +193,10 @@ def test_other_heads_are_left_out_and_the_prefix_may_be_absent(family, beside, t
         for load in Transformer.load, HFModel.load:
             with pytest.warns(UserWarning, match=f"'{beside}'. are not part of the model"):
                 model = load(folder)
-            torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=0)
+            assert_close(logits(model), expected)
     for name in "lm_head.bias", "norm.bias", "layers.0.self_attn.o_proj.bias":
-        write_checkpoint(folder, family, weights=bare | {name: torch.ones(96)})
         with pytest.raises(ValueError, match=rf"unused \['{name}'\]; do config.json"):
-            Transformer.load(folder)
+            tiny(folder, family, weights=bare | {name: torch.ones(96)})
     (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
     with pytest.raises(FileNotFoundError, match="take model.safetensors or model-"):
         Transformer.load(folder)
@@ -206,12 +209,11 @@ def test_other_heads_are_left_out_and_the_prefix_may_be_absent(family, beside, t
 def test_the_names_of_known_wrappers_are_left_out(prefix, family, tmp_path):
     """torch.compile, PEFT, DataParallel and modules of one's own put them before every name."""
     weights = random_weights(FAMILIES[family])
-    ids = torch.tensor([random_ids(20)])
-    expected = Transformer.load(write_checkpoint(tmp_path / "1", family, weights=weights))(ids)
+    expected = logits(tiny(tmp_path / "1", family, weights=weights))
     weights = {f"{prefix}.{name}": x for name, x in weights.items()}
     folder = write_checkpoint(tmp_path / "2", family, weights=weights)
     for load in Transformer.load, HFModel.load:
-        torch.testing.assert_close(load(folder)(ids), expected, atol=1e-5, rtol=0)
+        assert_close(logits(load(folder)), expected)
 
 
 def test_tensors_under_other_names_are_named(engine, tmp_path):

@@ -41,7 +41,8 @@ pytestmark = [
     pytest.mark.weights,
     pytest.mark.skipif(not os.environ.get("DECORE_WEIGHTS"), reason="DECORE_WEIGHTS is no folder"),
 ]
-HEADS = [(18, 6), (18, 7), (23, 2), (17, 3), (20, 6), (23, 7), (17, 4), (22, 7), (21, 8), (24, 4)]
+LISTED = "18-6,18-7,23-2,17-3,20-6,23-7,17-4,22-7,21-8,24-4"
+HEADS = [tuple(map(int, head.split("-"))) for head in LISTED.split(",")]
 NEW = 8
 QUESTION = "What does the drawer hold?"
 PASSAGE = "The drawer of the mayor holds a silver compass, two tickets and a map of Norway."
@@ -58,8 +59,8 @@ def test_readme_shows_what_the_model_writes(call):
     block = readme.partition("SmolLM2-135M-Instruct --me")[2]
     command, _, answers = block.partition("```text\n")
     begin, prompt = re.findall('--(?:begin|prompt) "(.*?)"', command)
-    arguments = "--method", "greedy,decore-entropy", "--begin", begin, "--prompt", prompt
-    status, out, _ = call(program.main, "--model", FOLDER, *arguments)
+    options = f"--model {FOLDER} --method greedy,decore-entropy --begin"
+    status, out, _ = call(program.main, options, begin, "--prompt", prompt)
     shown = [line.split(maxsplit=1) for line in answers.partition("\n```")[0].splitlines()]
     assert status == 0
     assert [line.split(maxsplit=1) for line in out.splitlines() if line] == shown
@@ -210,10 +211,9 @@ def test_every_engine_writes_the_same_answers(expert, hf, prompts, tokenizer, tm
         )
         assert out[0, len(prompt) :].tolist() == ids
     (tmp_path / "prompt.txt").write_text(f"{PASSAGE}\n{QUESTION}")
-    heads = ",".join(f"{layer}-{head}" for layer, head in HEADS)
     command = f"-m torch.distributed.run --nproc-per-node 3 --master-port {free_port()} decore.py"
     command += f" --model {FOLDER} --dtype float32 --device cpu --json --max-new-tokens 24"
-    command += f" --heads {heads} --prompt-file {tmp_path / 'prompt.txt'}"
+    command += f" --heads {LISTED} --prompt-file {tmp_path / 'prompt.txt'}"
     environment = os.environ | dict(OMP_NUM_THREADS="1")
     done = subprocess.run(
         [sys.executable, *command.split()],
