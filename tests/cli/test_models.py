@@ -47,7 +47,7 @@ def test_each_json_file_is_opened_once_for_a_prompt(call, monkeypatch):
             return read(path, *args, **kw)
 
         monkeypatch.setattr(module, "open", record)
-    assert call(decode.main, "--prompt", "x", "--max-new-tokens", 1)[0] == 0
+    assert call(decode.main, "--prompt x --max-new-tokens 1")[0] == 0
     files = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
     files.append("miniature.json")  # its head scores
     assert sorted(name for name in opened if name.endswith(".json")) == sorted(files)

@@ -34,7 +34,7 @@ from tests.checkpoints import (
     write_tokenizer,
 )
 from tests.conftest import TEMPLATE
-from tests.tables import each
+from tests.tables import cells, each
 from tokenizer import Tokenizer
 
 NEEDLE = needles.Needle(
@@ -189,19 +189,19 @@ def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_t
     assert put(tokenizer, too_low, 3000, depth, **facts) == prompt
 
 
-@pytest.mark.parametrize(
-    "text, end",
-    [
-        ("Река течёт к морю. ", r"морю\.\s+"),
-        ("नदी समुद्र की ओर बहती है। ", r"है।\s+"),
-        ("แม่น้ำไหล ลงสู่ทะเล ", r"\s+"),
-        ("the river runs to the sea. ", r"sea\.\s+"),
-        ("the river runs to the sea\n", r"sea\s+"),
-    ],
-)
+HAYSTACKS = r"""
+"Река течёт к морю. " | "морю\\."
+"नदी समुद्र की ओर बहती है। " | "है।"
+"แม่น้ำไหล ลงสู่ทะเล " | ""
+"the river runs to the sea. " | "sea\\."
+"the river runs to the sea\n" | "sea"
+"""
+
+
+@each("text, end", HAYSTACKS, cells)
 def test_a_haystack_of_any_script_fills_the_prompt(tokenizer, text, end):
     _, needle, _, before, _ = put(tokenizer, [text * 9], 1500)
-    assert needle == NEEDLE.real_needle and re.search(end + "$", before)
+    assert needle == NEEDLE.real_needle and re.search(rf"{end}\s+$", before)
 
 
 def test_a_haystack_without_sentences_is_refused(tokenizer):

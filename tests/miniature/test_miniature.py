@@ -50,7 +50,7 @@ def test_a_short_training_lowers_the_loss_and_keeps_the_head_that_it_needs_most(
 
     monkeypatch.setattr(train, "loss_of", record(losses, train.loss_of))
     monkeypatch.setattr(train, "choose_copier", record(copiers, train.choose_copier))
-    status, _, err = call(train.main, "--amateur", "--out", tmp_path)
+    status, _, err = call(train.main, f"--amateur --out {tmp_path}")
     assert status == 0, err
     assert losses[0] > losses[11] + 1 > losses[-1] + 1.2
     assert copiers == [np.argmax(losses[12:16])]

@@ -13,79 +13,76 @@ import pytest
 
 from miniature.data import make_split
 from tests.checkpoints import write_lines
+from tests.tables import rows
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES += [ROOT / "heads" / "README.md", ROOT / "miniature" / "README.md"]
+# How a command of a page begins → what is run in its place, in this order. TMP is an empty folder.
+RUN_HERE = """
+python decore.py --compare --sources --html | decore.py --compare --sources --html TMP/page.html
+python decore.py --model Qwen | decore.py --model miniature --prompt-file miniature/example.txt \
+    --compare
+python decore.py --transformers | decore.py --transformers --heads heads/scores/miniature.json \
+    --prompt Hi
+torchrun --nproc-per-node 8 decore.py | decore.py --prompt-file miniature/example.txt
+python decore.py | decore.py
+python evaluate.py --help | evaluate.py --task miniature --data TMP/open.jsonl \
+    --method greedy,decore-entropy --mask query --limit 4 --out TMP/8b
+python evaluate.py --task qa | evaluate.py --task qa --data docs/office.csv --limit 2 \
+    --method greedy,decore-entropy --num-heads 2,5 --out TMP/qa
+python evaluate.py report runs | evaluate.py report TMP/qa --plots TMP/figures
+python evaluate.py report results | evaluate.py report \
+    results/transfer/SmolLM2-135M-Instruct.jsonl.xz --plots TMP/figures
+python evaluate.py report heads | evaluate.py report heads miniature --plots TMP/pictures
+python evaluate.py unpack | evaluate.py unpack results/seen/gemma-3-270m.jsonl.xz TMP/seen \
+    --only '*greedy*'
+python evaluate.py rescore RUN.jsonl | evaluate.py rescore \
+    TMP/8b/miniature.miniature.greedy.jsonl
+python -m heads.detect --model Qwen | DETECT
+python -m heads.detect --model miniature | DETECT
+python -m heads.detect --questions | -m heads.detect --questions docs/office.csv --limit 2 \
+    --out TMP/questions.json
+python -m heads.detect --transformers | DETECT --out TMP/theirs.json --transformers
+python -m speed.drafts | -m speed.drafts --model miniature --task miniature --data TMP/open.jsonl \
+    --first 1 --new 8 --rounds 1
+python -m miniature.data | -m miniature.data --split conflict --n 3
+"""
 DETECT = (
     "-m heads.detect --needles miniature/detection/needles.jsonl --lengths 60:240:5 --runs 20 "
     "--haystack miniature/detection/haystack.jsonl --out TMP/heads.json "
     "--template 'Context: {context}\\n{question}' --max-new-tokens 12"
 )
-RUN = (
-    "evaluate.py --task miniature --data TMP/open.jsonl --method greedy,decore-entropy "
-    "--mask query --limit 4 --out TMP/8b"
-)
-
-# How a command of a page begins → what is run in its place, in this order. TMP is an empty folder.
-RUN_HERE = {
-    "python decore.py --compare --sources --html": "decore.py --compare --sources "
-    "--html TMP/page.html",
-    "python decore.py --model Qwen": "decore.py --model miniature "
-    "--prompt-file miniature/example.txt --compare",
-    "python decore.py --transformers": "decore.py --transformers "
-    "--heads heads/scores/miniature.json --prompt Hi",
-    "torchrun --nproc-per-node 8 decore.py": "decore.py --prompt-file miniature/example.txt",
-    "python decore.py": "decore.py",
-    "python evaluate.py --help": RUN,
-    "python evaluate.py --task qa": "evaluate.py --task qa --data docs/office.csv --limit 2 "
-    "--method greedy,decore-entropy --num-heads 2,5 --out TMP/qa",
-    "python evaluate.py report runs": "evaluate.py report TMP/qa --plots TMP/figures",
-    "python evaluate.py report results": "evaluate.py report "
-    "results/transfer/SmolLM2-135M-Instruct.jsonl.xz --plots TMP/figures",
-    "python evaluate.py report heads": "evaluate.py report heads miniature --plots TMP/pictures",
-    "python evaluate.py unpack": "evaluate.py unpack results/seen/gemma-3-270m.jsonl.xz TMP/seen "
-    "--only '*greedy*'",
-    "python evaluate.py rescore RUN.jsonl": "evaluate.py rescore "
-    "TMP/8b/miniature.miniature.greedy.jsonl",
-    "python -m heads.detect --model Qwen": DETECT,
-    "python -m heads.detect --model miniature": DETECT,
-    "python -m heads.detect --questions": "-m heads.detect --questions docs/office.csv --limit 2 "
-    "--out TMP/questions.json",
-    "python -m heads.detect --transformers": DETECT.replace("heads.json", "theirs.json")
-    + " --transformers",
-    "python -m speed.drafts": "-m speed.drafts --model miniature --task miniature "
-    "--data TMP/open.jsonl --first 1 --new 8 --rounds 1",
-    "python -m miniature.data": "-m miniature.data --split conflict --n 3",
-}
+RUN_HERE = dict(rows(RUN_HERE.replace("DETECT", DETECT)))
 # Commands that other tests run, or that need a network or too much time.
-ELSEWHERE = (
-    "python -m results.tables",  # test_results
-    "python -m speed.gpu",  # test_speed
-    "python -m speed.decode",
-    "torchrun --nproc-per-node 2 -m speed.decode",
-    "python -m integrations.lm_eval",  # test_lm_eval
-    "python -m integrations.gguf",  # test_gguf
-    "python -m integrations.hub",  # test_hub
-    "python evaluate.py --task TASK",
-    "python evaluate.py --task truthfulqa-gen",  # test_rescore
-    "python evaluate.py rescore runs",
-    "python evaluate.py fetch",  # test_fetch
-    "python evaluate.py choose",  # test_choose
-    "python evaluate.py paper",  # test_plan
-    "torchrun --nproc-per-node 8 evaluate.py",  # test_evaluate
-    "torchrun --nnodes",  # several machines
-    "python -m heads.detect --model M",  # test_detect
-    "python -m heads.detect --model meta-llama",
-    "python -m heads.detect --task",  # test_effect
-    "python -m paper.facts",  # test_facts
-    "python -m speed.suite",  # at an older commit
-    "python -m paper.masking",
-    "python -m miniature.train",  # 25 minutes
-    "python -m nltk.downloader",  # the network
-    "python -I",  # an option, not a command
-    "python -m vllm.entrypoints",  # vLLM and a GPU
-)
+ELSEWHERE = """
+python -m results.tables  # test_results
+python -m speed.gpu  # test_speed
+python -m speed.decode
+torchrun --nproc-per-node 2 -m speed.decode
+python -m integrations.lm_eval  # test_lm_eval
+python -m integrations.gguf  # test_gguf
+python -m integrations.hub  # test_hub
+python evaluate.py --task TASK
+python evaluate.py --task truthfulqa-gen  # test_rescore
+python evaluate.py rescore runs
+python evaluate.py fetch  # test_fetch
+python evaluate.py choose  # test_choose
+python evaluate.py paper  # test_plan
+torchrun --nproc-per-node 8 evaluate.py  # test_evaluate
+torchrun --nnodes  # several machines
+python -m heads.detect --model M  # test_detect
+python -m heads.detect --model meta-llama
+python -m heads.detect --task  # test_effect
+python -m paper.facts  # test_facts
+python -m speed.suite  # at an older commit
+python -m paper.masking
+python -m miniature.train  # 25 minutes
+python -m nltk.downloader  # the network
+python -I  # an option, not a command
+python -m vllm.entrypoints  # vLLM and a GPU
+"""
+ELSEWHERE = [line.partition("  # ")[0] for line in ELSEWHERE.strip().splitlines()]
 
 
 def commands():

@@ -99,10 +99,9 @@ def together(folder, ranks):
     )
 
 
-def command_line(folder, *more):
+def command_line(folder, more):
     command = f"decore.py --model {folder}/chat --heads {folder}/heads.json --num-heads 3"
-    command += " --prompt one --max-new-tokens 6 --device cpu --json"
-    return [*command.split(), *more]
+    return f"{command} --prompt one --max-new-tokens 6 --device cpu --json {more}".split()
 
 
 def of_processes(folder):
@@ -200,8 +199,8 @@ def test_decore_prints_the_same_and_its_mistakes_once_with_torchrun(
 ):
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     (tmp_path / "program.py").write_text(OF_TORCHRUN)
-    right = command_line(folder, "--prompt-file", "-")
-    programs = json.dumps([right, command_line(folder, "--num-heads", "99")])
+    right = command_line(folder, "--prompt-file -")
+    programs = json.dumps([right, command_line(folder, "--num-heads 99")])
     root = Path(__file__).parents[2]
     how = dict(cwd=root, env=os.environ | dict(PYTHONPATH=str(root)), timeout=240)
     how |= dict(input="and another", capture_output=True, text=True)
