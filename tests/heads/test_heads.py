@@ -189,17 +189,19 @@ def test_effects_on_several_texts_compare_as_the_readme_says():
     assert results.keys() <= used and len(lines) > 4
 
 
-def test_every_hub_name_of_a_model_finds_its_file():
-    files = {
-        "meta-llama/Meta-Llama-3-8B": "Meta-Llama-3-8B",
-        "/data/META-LLAMA-3-8b/": "Meta-Llama-3-8B",
-        "meta-llama/Meta-Llama-3.1-8B-Instruct": "Llama-3.1-8B-Instruct",
-        "meta-llama/Llama-2-7b": "Llama-2-7b-hf",
-        "alpindale/Mistral-7B-v0.2-hf": "Mistral-7B-v0.2",
-        "/cache/models--meta-llama--Meta-Llama-3-8B/snapshots/8cde5ca": "Meta-Llama-3-8B",
-    }
-    for name, stem in files.items():
-        assert head_file(name).stem == stem
+HUB_NAMES = """
+meta-llama/Meta-Llama-3-8B | Meta-Llama-3-8B
+/data/META-LLAMA-3-8b/ | Meta-Llama-3-8B
+meta-llama/Meta-Llama-3.1-8B-Instruct | Llama-3.1-8B-Instruct
+meta-llama/Llama-2-7b | Llama-2-7b-hf
+alpindale/Mistral-7B-v0.2-hf | Mistral-7B-v0.2
+/cache/models--meta-llama--Meta-Llama-3-8B/snapshots/8cde5ca | Meta-Llama-3-8B
+"""
+
+
+@each("name, stem", HUB_NAMES)
+def test_every_hub_name_of_a_model_finds_its_file(name, stem):
+    assert head_file(name).stem == stem
     assert head_file("someone/another-model") is head_file(".") is None
 
 

@@ -527,13 +527,18 @@ def capitals(start, chat_model, tmp_path):
     return lambda *more: start(f"{options} --out {tmp_path}/out", *more)
 
 
+def rewrite(path, field, values):
+    """Gives the lines of a run other values → its path."""
+    header, *lines = read_lines(path)
+    lines = [line | {field: value} for line, value in zip(lines, values, strict=True)]
+    return write_lines(path, [header, *lines])
+
+
 def closed_book(capitals, known):
     """A closed-book run whose answers are made to be `known` → its path."""
     [out] = capitals("--method greedy --closed-book")[1]
-    header, *lines = read_lines(out["run"])
-    for line in lines:
-        line["prediction"] = f" Old{line['index']}." if line["id"] in known else " Else."
-    return write_lines(Path(out["run"]), [header, *lines])
+    texts = [f" Old{i}." if f"c{i}" in known else " Else." for i in range(6)]
+    return rewrite(Path(out["run"]), "prediction", texts)
 
 
 def test_a_closed_book_run_has_prompts_without_context_and_the_certainty_of_the_model(
@@ -643,18 +648,10 @@ def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_boo
 ):
     heads = f"--heads {chat_model}/heads.json --num-heads 2"
     run = closed_book(capitals, known=("c0",))
-    header, *lines = read_lines(run)
-    log_ps = [-3, -1, -2, -0.5, -5, -4]
-    write_lines(run, [header, *(x | {"memory_log_p": p} for x, p in zip(lines, log_ps))])
-    capitals("--method greedy,masked", heads)
-    answers = {"greedy": ("Old0", "New1", "Old2", "New3", "Else", " "), "masked": ("New",) * 6}
-    for path in (tmp_path / "out").glob("*.jsonl"):
-        header, *lines = read_lines(path)
-        if path != run:
-            texts = answers[header["header"]["method"]]
-            texts = [text + str(i) * (text == "New") for i, text in enumerate(texts)]
-            lines = [line | {"prediction": text} for line, text in zip(lines, texts)]
-        write_lines(path, [header, *lines])
+    rewrite(run, "memory_log_p", [-3, -1, -2, -0.5, -5, -4])
+    greedy, masked = (Path(one["run"]) for one in capitals("--method greedy,masked", heads)[1])
+    rewrite(greedy, "prediction", "Old0,New1,Old2,New3,Else, ".split(","))
+    rewrite(masked, "prediction", [f"New{i}" for i in range(6)])
     out, _ = done(evaluate.main, "report", tmp_path / "out")
     assert "closed book\n" in out and "passages against memory\n" in out
     assert "passage, memory, neither, blank: what the answer's first sentence gives" in out
@@ -689,14 +686,9 @@ def test_a_value_is_a_mean_over_the_n_beside_it_and_each_row_is_in_a_table(
     capitals, done, tmp_path
 ):
     """Of six rows the first has a memory against its passage, the second one that agrees."""
-    capitals("--method greedy,cad")
-    memories = [["Old0"], ["The new1"], *[None] * 4]
-    for path in (tmp_path / "out").glob("*.jsonl"):
-        header, *lines = read_lines(path)
-        for line, memory in zip(lines, memories):
-            i = line["index"]
-            line |= {"memory": memory, "prediction": f"New{i}" if i in (1, 2) else "Else"}
-        write_lines(path, [header, *lines])
+    for one in capitals("--method greedy,cad")[1]:
+        path = rewrite(Path(one["run"]), "memory", [["Old0"], ["The new1"], *[None] * 4])
+        rewrite(path, "prediction", ["Else", "New1", "New2", *["Else"] * 3])
     tables = results.short_tables(results.select(stored.collect(tmp_path / "out")))
     kinds = "passages against memory", "passages that agree with memory", "without memory"
     expected = ("passage", 1, 0), ("passage", 1, 100), ("answer_contained", 4, 25)
