@@ -44,6 +44,20 @@ qwen3 | model_type="qwen3" head_dim=16 rope_theta=1000000.0
 FAMILIES = {name: TINY | facts(words, GROUPS) for name, words in rows(FAMILIES)}
 
 
+# Weights of a layer, their shapes: H and G are heads times their width.
+BLOCK = """
+self_attn.q_proj.weight | H D | std=0.3
+self_attn.k_proj.weight | G D | std=0.3
+self_attn.v_proj.weight | G D
+self_attn.o_proj.weight | D H
+mlp.gate_proj.weight | F D
+mlp.up_proj.weight | F D
+mlp.down_proj.weight | D F
+input_layernorm.weight | D | mean=1.0
+post_attention_layernorm.weight | D | mean=1.0
+"""
+
+
 def random_weights(c, seed=0):
     """{name in the checkpoint: float32 tensor}, so large that heads attend unevenly."""
     random = np.random.RandomState(seed)
@@ -54,6 +68,7 @@ def random_weights(c, seed=0):
     D, F, V = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     K = c.get("head_dim") or D // c["num_attention_heads"]
     H, G = c["num_attention_heads"] * K, c["num_key_value_heads"] * K
+    sizes = dict(D=D, F=F, H=H, G=G)
     biased = "qkv" if c["model_type"] == "qwen2" else "qkvo" if c.get("attention_bias") else ""
     weights = {
         "model.embed_tokens.weight": draw(V, D, std=0.1),
@@ -62,17 +77,9 @@ def random_weights(c, seed=0):
     if not c["tie_word_embeddings"]:
         weights["lm_head.weight"] = draw(V, D, std=0.1)
     for layer in range(c["num_hidden_layers"]):
-        block = {
-            "self_attn.q_proj.weight": draw(H, D, std=0.3),
-            "self_attn.k_proj.weight": draw(G, D, std=0.3),
-            "self_attn.v_proj.weight": draw(G, D),
-            "self_attn.o_proj.weight": draw(D, H),
-            "mlp.gate_proj.weight": draw(F, D),
-            "mlp.up_proj.weight": draw(F, D),
-            "mlp.down_proj.weight": draw(D, F),
-            "input_layernorm.weight": draw(D, mean=1.0),
-            "post_attention_layernorm.weight": draw(D, mean=1.0),
-        }
+        block = {}
+        for name, shape, *how in rows(BLOCK):
+            block[name] = draw(*(sizes[n] for n in shape.split()), **facts(" ".join(how)))
         for p in biased:
             block[f"self_attn.{p}_proj.bias"] = draw(len(block[f"self_attn.{p}_proj.weight"]))
         for p in "qk" if c["model_type"] == "qwen3" else "":

@@ -43,6 +43,19 @@ SENTENCE_PIECE = {
 }
 
 
+# Entries of a file's metadata, and the fields of config.json that they are.
+ENTRIES = """
+context_length | max_position_embeddings
+embedding_length | hidden_size
+block_count | num_hidden_layers
+feed_forward_length | intermediate_size
+attention.head_count | num_attention_heads
+attention.head_count_kv | num_key_value_heads
+attention.layer_norm_rms_epsilon | rms_norm_eps
+rope.freq_base | rope_theta
+"""
+
+
 def write_file(
     path, arch="llama", tokenizer=BYTE_LEVEL, head=None, tensors=(), width=16, **metadata
 ):
@@ -55,16 +68,7 @@ def write_file(
     weights = random_weights(c) | dict(tensors)
     if head is not None:
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
-    entries = {
-        f"{arch}.context_length": 512,
-        f"{arch}.embedding_length": c["hidden_size"],
-        f"{arch}.block_count": c["num_hidden_layers"],
-        f"{arch}.feed_forward_length": c["intermediate_size"],
-        f"{arch}.attention.head_count": c["num_attention_heads"],
-        f"{arch}.attention.head_count_kv": c["num_key_value_heads"],
-        f"{arch}.attention.layer_norm_rms_epsilon": c["rms_norm_eps"],
-        f"{arch}.rope.freq_base": c["rope_theta"],
-    }
+    entries = {f"{arch}.{entry}": c[field] for entry, field in rows(ENTRIES)}
     entries |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
     entries |= metadata
     writer = gguf.GGUFWriter(path, arch)
