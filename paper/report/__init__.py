@@ -62,12 +62,11 @@ def report(argv):
     if args.csv:
         write_csv(results.lines(runs))
     else:
-        show(tables.short_table(key, rows) for key, rows in short.items())
-    if args.all and not args.csv:
-        show(tables.all_tables(runs))
+        show(map(tables.short_table, short.values()))
+        show(tables.all_tables(runs) if args.all else ())
     pictures = []
     if args.plots:  # errors leave the tables
-        pictures = figures.draw_all(short, args.plots, args.format, args.width)
+        pictures = figures.draw_all([*short.values()], args.plots, args.format, args.width)
     if args.csv or args.latex:
         return
     for path, caption in pictures:

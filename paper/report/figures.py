@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections import defaultdict
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import matplotlib
@@ -54,12 +55,14 @@ KINDS = {  # of results → their look, from top to bottom beside one name
 # What an answer is, from left to right in a bar → its colour
 ANSWERS = {"passage": COLOURS[0], "memory": COLOURS[1], "neither": "#BBBBBB", "blank": "#EEEEEE"}
 MOST = 6  # setups in a panel of gains
+RUN = attrgetter("run")
 BARS = "bars: 95 % intervals"
 AGAINST = "points against greedy decoding"
 
 
 def draw_all(tables, folder, format="png", width=WIDTH):
-    """Writes the figures that `results.short_tables` has data for. Returns [(path, caption)]."""
+    """Writes the figures for which there are data. tables: lists of results, as the values of
+    `results.short_tables`. Returns [(path, caption)]."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     pictures = []
@@ -130,22 +133,23 @@ def wrapped(text, letters):
 
 
 def runs_of(tables):
-    return [run for rows in tables.values() for row in rows for run in row.runs]
+    return [run for rows in tables for row in rows for run in row.runs]
 
 
-def title_of(key, rows):
-    title, task = key
+def title_of(rows):
     n = sorted({row.n for row in rows})
     items = f"{n[0]:,}" if len(n) == 1 else f"{n[0]:,} to {n[-1]:,}"
-    metric = rows[0].metric.replace("_", " ")
-    return f"{NAMES[task]}, {metric}, n = {items}\n{title}"
+    run, metric = rows[0].run, rows[0].metric.replace("_", " ")
+    return f"{NAMES[run.task]}, {metric}, n = {items}\n{run.title}"
 
 
-def names_of(runs):
+def names_of(tables, place):
     """(name(run), foot): the label of a run without what all runs have in common, as far as it
-    concerns them, such as the file of their heads: this is in the foot."""
+    concerns them, such as the file of their heads: this is in the foot.
+
+    place(row): the run that a row is drawn as."""
     facts = defaultdict(dict)  # fact → {label: text}
-    for run in runs:
+    for run in (place(row) for rows in tables for row in rows):
         for fact, text in facts_of(run).items():
             facts[fact][run.label] = text
     shared = {}
@@ -178,14 +182,13 @@ def lines_figure(tables, width, place, draw, xlabel, note):
     """A panel for each task and model, with a line for each setup; panels side by side share them.
 
     place(row): the run of whose line a row is. draw(axes, row, y) draws the row."""
-    runs = runs_of(tables)
-    name, shared = names_of([place(row) for rows in tables.values() for row in rows])
+    name, shared = names_of(tables, place)
     columns = columns_of(tables, width)
     panels, heights = [], []
     for start in range(0, len(tables), columns):
-        some = [*tables.items()][start : start + columns]
-        lines = lines_of([(place(row), row) for _, rows in some for row in rows], name)
-        panels += [(title_of(key, rows), rows, lines, key == some[0][0]) for key, rows in some]
+        some = tables[start : start + columns]
+        lines = lines_of([(place(row), row) for rows in some for row in rows], name)
+        panels += [(title_of(rows), rows, lines, rows is some[0]) for rows in some]
         most = max(wrapped(text, NAME).count("\n") for text in lines)
         heights.append(max(0.27, 0.2 + 0.12 * most) * len(lines))
 
@@ -203,7 +206,8 @@ def lines_figure(tables, width, place, draw, xlabel, note):
         across = ax.get_yaxis_transform()
         ax.hlines(grid, 0, 1, "#CCCCCC", linewidth=0.3, transform=across, zorder=0)
 
-    return figure_of(panels, draw_panel, runs, shared, note, width=width, heights=heights)
+    how = dict(width=width, heights=heights)
+    return figure_of(panels, draw_panel, runs_of(tables), shared, note, **how)
 
 
 def lines_of(pairs, name):
@@ -220,7 +224,7 @@ def lines_of(pairs, name):
 
 
 def kind_of(row):
-    setup = row.runs[0].setup
+    setup = row.run.setup
     retrieval, random, difference, others = KINDS
     if row.beside_random:
         return difference
@@ -231,8 +235,8 @@ def kind_of(row):
 
 def difference_figure(tables, width):
     """The difference of each setup to greedy decoding, and of retrieval heads to random heads."""
-    compared = {key: [row for row in rows if row.versus] for key, rows in tables.items()}
-    compared = {key: rows for key, rows in compared.items() if rows}
+    compared = [[row for row in rows if row.versus] for rows in tables]
+    compared = [rows for rows in compared if rows]
     note = f"{BARS} on the same items, thick if p < 0.05 after Holm"
     return lines_figure(compared, width, place_of, draw_difference, AGAINST, note)
 
@@ -240,9 +244,8 @@ def difference_figure(tables, width):
 def place_of(row):
     """Random heads and the comparison with them are drawn beside retrieval heads. Those of the
     paper's sampler have a place of their own."""
-    run = row.runs[0]
-    [sampler] = {one.setup.random_heads for one in (row.others if row.beside_random else row.runs)}
-    return run.with_settings(random_heads=None if sampler == "uniform" else sampler)
+    sampler = (row.others[0] if row.beside_random else row.run).setup.random_heads
+    return row.run.with_settings(random_heads=None if sampler == "uniform" else sampler)
 
 
 def draw_difference(ax, row, y):
@@ -261,19 +264,14 @@ def draw_difference(ax, row, y):
 def memory_figure(tables, width):
     """A bar of each setup's answers, with memorised answers."""
     shown, note = memory_tables(tables), f"{BARS} of passage"
-    return lines_figure(shown, width, run_of, draw_answers, "% of the answers", note)
-
-
-def run_of(row):
-    return row.runs[0]
+    return lines_figure(shown, width, RUN, draw_answers, "% of the answers", note)
 
 
 def memory_tables(tables):
-    shown = {}
-    for key, rows in tables.items():
+    shown = []
+    for rows in tables:
         rows = [row for row in rows if row.metric == "passage" and not row.beside_random]
-        if len(rows) > 1:
-            shown[key] = rows
+        shown += [rows] * (len(rows) > 1)
     return shown
 
 
@@ -283,7 +281,7 @@ def draw_answers(ax, row, y):
         share = row.value if name == row.metric else row.beside[name]
         ax.barh(y, share, left=left, color=colour, height=0.7, label=name)
         left += share
-    if len(row.runs) == 1 and (ends := own_interval(row.runs[0], row.metric)):
+    if len(row.runs) == 1 and (ends := own_interval(row.run, row.metric)):
         ax.plot(ends, (y, y), color="#000000", linewidth=0.8)
     ax.set_xlim(0, 100)
 
@@ -327,25 +325,25 @@ def curves_figure(panels, width, runs, *notes, **axis):
 def heads_figure(tables, width):
     """The difference to greedy decoding against N, of setups of several N."""
 
-    def without_n(row):
-        return run_of(row).with_settings(num_heads=None)
+    def place(row):
+        return row.run.with_settings(num_heads=None)
 
-    swept = {}
-    for key, rows in tables.items():
+    swept = []
+    for rows in tables:
         curves = defaultdict(list)
         for row in rows:
-            if row.versus and not row.beside_random and run_of(row).setup.num_heads:
-                curves[without_n(row).label].append(row)
-        if several := sum((rows for rows in curves.values() if len(rows) > 1), []):
-            swept[key] = several
-    name, shared = names_of([without_n(row) for rows in swept.values() for row in rows])
+            if row.versus and not row.beside_random and row.run.setup.num_heads:
+                curves[place(row).label].append(row)
+        several = [row for of_setup in curves.values() if len(of_setup) > 1 for row in of_setup]
+        swept += [several] * bool(several)
+    name, shared = names_of(swept, place)
     panels = []
-    for key, rows in swept.items():
+    for rows in swept:
         curves = defaultdict(list)
         for row in rows:
-            point = run_of(row).setup.num_heads, row.versus.difference, row.versus.interval
-            curves[name(without_n(row))].append(point)
-        panels.append((title_of(key, rows), curves))
+            point = row.run.setup.num_heads, row.versus.difference, row.versus.interval
+            curves[name(place(row))].append(point)
+        panels.append((title_of(rows), curves))
     axis = dict(xscale="log", xlabel="heads masked, N")
     return curves_figure(panels, width, runs_of(swept), shared, BARS, **axis)
 
@@ -360,16 +358,16 @@ def certainty_figure(tables, width):
                 item = line["id"], question
                 certainties[model_of(run)][item] = np.exp(line["memory_log_p"])
     shown = memory_tables(tables)
-    name, shared = names_of([run_of(row) for rows in shown.values() for row in rows])
+    name, shared = names_of(shown, RUN)
     panels = []
-    for key, rows in shown.items():
+    for rows in shown:
         compared = [row for row in rows if row.versus]
         curves = {}
         for row in sorted(compared, key=lambda row: -row.versus.difference)[:MOST]:
-            if points := quarters_of(row, certainties[model_of(run_of(row))]):
-                curves[name(run_of(row))] = points
+            if points := quarters_of(row, certainties[model_of(row.run)]):
+                curves[name(row.run)] = points
         if curves:
-            panels.append((title_of(key, rows), curves))
+            panels.append((title_of(rows), curves))
     notes = (
         f"p: a quarter of the items at each point; the {MOST} setups with the largest gain",
         BARS,

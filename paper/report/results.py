@@ -12,6 +12,7 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,10 @@ class Result:
     shown: bool = False  # whether p is below 0.05 after Holm's correction within the table
 
     @property
+    def run(self):
+        return self.runs[0]
+
+    @property
     def value(self):
         return float(np.mean(self.values))
 
@@ -70,13 +75,13 @@ def short_tables(runs):
     A row "retrieval − random heads" follows each setup with random heads of which a run with
     retrieval heads is known."""
     tables = {}
-    for (task, title), same in groupby(runs, lambda run: (run.task, run.title)):
+    for (task, title), same in groupby(runs, attrgetter("task", "title")):
         same = list(same)
         metric = printed.headline(task, known_metrics(same))
         rows = by_label(same)
         results = []
         for draws in rows.values():
-            result = metric and result_of(draws, metric, greedy_of(draws[0], same))
+            result = metric and result_of(draws, metric)
             if not result:
                 for run in draws:
                     name = metric or "the task's metrics"
@@ -120,26 +125,30 @@ def correct(results):
     return results
 
 
-def result_of(runs, metric, greedy=None):
+def result_of(runs, metric):
     """The result of a run or of the draws of random heads; None if they have no value of it."""
+    greedy = runs[0].greedy
     versus = greedy and compare(runs, [greedy], metric)
+    sides = [run.values for run in runs]
     if versus:
         sides = common_items([*runs, greedy])[1][:-1]
-    else:
-        sides = [run.values for run in runs]
-    means = [metrics.summary(values, [metric, *BESIDE]) for values in sides]
-    values = [of_run[metric] for of_run in means]
-    if None in values:
+    of_runs = [metrics.summary(values, [metric, *BESIDE]) for values in sides]
+    means = {}
+    for name in (metric, *BESIDE):
+        values = [of_run[name] for of_run in of_runs]
+        if None not in values:
+            means[name] = [scale_of(name) * value for value in values]
+    values = means.pop(metric, None)
+    if values is None:
         return None
-    scored = [sum(of_line.get(metric) is not None for of_line in values) for values in sides]
-    beside = {}
-    for name in BESIDE:
-        if name != metric and None not in [of_run[name] for of_run in means]:
-            beside[name] = scale_of(name) * float(np.mean([of_run[name] for of_run in means]))
-    values = [scale_of(metric) * value for value in values]
-    # A metric of whole runs, such as `macro`, has no values of single items.
-    n = versus.n if versus else min(scored) or len(sides[0])
+    n = versus.n if versus else min(metrics.counts(of_run)[metric] for of_run in sides)
+    beside = {name: float(np.mean(shares)) for name, shares in means.items()}
     return Result(runs[0].label, metric, runs, n, values, versus, [greedy], beside)
+
+
+def own_value(run, metric):
+    """The run's value, of all its lines."""
+    return scale_of(metric) * metrics.summary(run.values, [metric])[metric]
 
 
 def own_interval(run, metric):
@@ -162,17 +171,14 @@ def scale_of(metric):
 
 def lines(runs):
     """Yields a dict {column: value} for each run and metric, in the order of `select`."""
-    for (_, _), same in groupby(runs, lambda run: (run.task, run.title)):
-        same = list(same)
-        for run in same:
-            greedy = greedy_of(run, same)
-            for metric in metrics.names(run.values):
-                if result := result_of([run], metric, greedy):
-                    yield line_of(run, result)
+    for run in runs:
+        for metric, n in metrics.counts(run.values).items():
+            if n:
+                yield line_of(run, metric, n)
 
 
-def line_of(run, result):
-    low, high = own_interval(run, result.metric) or (None, None)
+def line_of(run, metric, n):
+    low, high = own_interval(run, metric) or (None, None)
     line = {
         "run": run.path.name,
         "task": run.task,
@@ -181,17 +187,18 @@ def line_of(run, result):
         "row": run.label,
         "method": run.method,
         **{name: run.header.get(name) for name in SETTINGS},
-        "n": metrics.counts(run.values)[result.metric],
-        "metric": result.metric,
-        "value": scale_of(result.metric) * metrics.summary(run.values)[result.metric],
+        "n": n,
+        "metric": metric,
+        "value": own_value(run, metric),
         "low": low,
         "high": high,
     }
-    versus = result.versus._asdict() if result.versus else {}
+    versus = run.greedy and compare([run], [run.greedy], metric)
+    versus = versus._asdict() if versus else {}
     versus |= zip(("low", "high"), versus.get("interval") or ())
     for name in ("difference", "low", "high", "won", "lost", "p", "n"):
         line[f"versus_{name}"] = versus.get(name)
-    cell = printed.cell(run, result.metric)
+    cell = printed.cell(run, metric)
     return line | {"paper": cell and float(cell["value"]), "paper_at": cell and cell["at"]}
 
 
@@ -248,17 +255,26 @@ def p_value(runs, others, questions):
     return statistics.p_value(sums[: len(runs)], sums[len(runs) :], questions)
 
 
-def greedy_of(run, runs):
-    """The comparable greedy run with the most items of this run; None without one, and for greedy
-    decoding itself."""
+def greedy_of(run, greedy):
+    """(the comparable greedy run with the most items of this run, or None; sentences that say why
+    there is none). greedy: runs."""
     if run.method == "greedy":
-        return None
-    same = []
-    for other in runs:
-        if other.method == "greedy" and compared_fields(other, run) == run.comparable:
-            if n := len(other.items.keys() & run.items.keys()):
-                same.append((n, other))
-    return max(same, key=lambda pair: pair[0], default=(0, None))[1]
+        return None, []
+    others = [other for other in greedy if (other.task, other.model) == (run.task, run.model)]
+    common = {}
+    for other in others:
+        if other.title == run.title and compared_fields(other, run) == run.comparable:
+            common[other] = len(other.items.keys() & run.items.keys())
+    if any(common.values()):
+        return max(common, key=common.get), []
+    if not others:
+        return None, ["no run of greedy decoding to compare with"]
+    reasons = {}
+    for other in others:
+        reasons[other] = list(runfile.differences(compared_fields(other, run), run.comparable))
+    nearest = min(others, key=lambda other: len(reasons[other]))
+    reason = "; ".join(reasons[nearest]) or "they have no items in common"
+    return None, [f"{run.path} is not compared with {nearest.path}: {reason}"]
 
 
 def compared_fields(greedy, run):
@@ -267,23 +283,6 @@ def compared_fields(greedy, run):
         return greedy.comparable
     fields = {n: value for n, value in greedy.comparable.items() if n != "fingerprint"}
     return fields | {"model": run.identity["model"]}
-
-
-def why_alone(run, greedy):
-    """Yields a sentence for a run that is compared with none of the greedy runs of its task."""
-    if run in greedy or greedy_of(run, greedy):
-        return
-    reasons = {}
-    for other in greedy:
-        if other.model == run.model:
-            fields = compared_fields(other, run)
-            reasons[other] = list(runfile.differences(fields, run.comparable))
-    if not reasons:
-        yield "no run of greedy decoding to compare with"
-        return
-    nearest = min(reasons, key=lambda other: len(reasons[other]))
-    reason = "; ".join(reasons[nearest]) or "they have no items in common"
-    yield f"{run.path} is not compared with {nearest.path}: {reason}"
 
 
 # Runs in the order of the tables
@@ -304,12 +303,10 @@ def select(runs):
                 file=sys.stderr,
             )
     chosen = sorted(label_variants([*chosen.values()]), key=order)
-    greedy = defaultdict(list)
+    greedy = [run for run in chosen if run.method == "greedy"]
     for run in chosen:
-        if run.method == "greedy":
-            greedy[run.task].append(run)
-    for run in chosen:
-        run.remarks += why_alone(run, greedy[run.task])
+        run.greedy, reasons = greedy_of(run, greedy)
+        run.remarks = [*run.remarks, *reasons]  # not those of the file's other parts
     return chosen
 
 
@@ -334,29 +331,28 @@ def label_variants(runs):
         return {n: words(n, run.identity.get(n)) for n in names if n not in run.draw}
 
     inputs = labels("dtype", "engine", "product", "data", "demos", "items", "prompt")
-    runs = with_differences(runs, "conditions", labels("checkpoint"), lambda run: run.title)
-    runs = with_differences(
-        runs, "heads", labels("heads"), lambda run: (run.title, run.setup.amateur)
-    )
-    runs = with_differences(runs, "variant", inputs, lambda run: (run.title, run.task))
-    return with_differences(runs, "variant", identity, lambda run: (run.title, run.task, run.label))
+    runs = with_differences(runs, "conditions", labels("checkpoint"), "title")
+    runs = with_differences(runs, "heads", labels("heads"), "title", "setup.amateur")
+    runs = with_differences(runs, "variant", inputs, "title", "task")
+    return with_differences(runs, "variant", identity, "title", "task", "label")
 
 
-def with_differences(runs, field, facts, place):
+def with_differences(runs, field, facts, *place):
     """The runs, with those of their facts that differ between runs of one place appended to a
     field.
 
-    facts(run): {name: text}; None never differs."""
-    facts, places = [facts(run) for run in runs], [place(run) for run in runs]
+    facts(run): {name: text}; None never differs. place: attributes that runs of one place share."""
     texts = defaultdict(set)
-    for of_run, at in zip(facts, places):
-        for name, text in of_run.items():
-            texts[at, name].add(text)
+    for run in runs:
+        for name, text in facts(run).items():
+            texts[attrgetter(*place)(run), name].add(text)
     labelled = []
-    for run, of_run, at in zip(runs, facts, places):
-        shown = [text for name, text in of_run.items() if len(texts[at, name] - {None}) > 1]
-        whole = ", ".join(filter(None, [getattr(run, field), *shown]))
-        labelled.append(replace(run, **{field: whole}))
+    for run in runs:
+        shown = [getattr(run, field)]
+        for name, text in facts(run).items():
+            if len(texts[attrgetter(*place)(run), name] - {None}) > 1:
+                shown.append(text)
+        labelled.append(replace(run, **{field: ", ".join(filter(None, shown))}))
     return labelled
 
 

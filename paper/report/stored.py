@@ -58,6 +58,7 @@ class StoredRun:
     values: list = ()  # one dict of metric values per example; see `collect`
     heads: str = ""  # in its label, if other runs of the model have others
     variant: str = ""  # precision, inputs, …, likewise, if other runs of the model and task differ
+    greedy: "StoredRun" = None  # with which it is compared; see `results.select`
 
     @property
     def task(self):

@@ -47,26 +47,26 @@ LATEX = str.maketrans(
 
 
 def print_tables(tables):
-    for title, rows, notes in tables:
-        if not rows:
-            continue
-        columns = dict.fromkeys(name for row in rows for name in row)
-        cells = [[row.get(name, "") for name in columns] for row in rows]
-        print(f"### {title}\n", *markdown_table([[*columns], *cells]), sep="\n")
+    for title, cells, notes in filled(tables):
+        print(f"### {title}\n", *markdown_table(cells), sep="\n")
         print("\n" + "".join(f"{note}  \n" for note in notes))
 
 
 def print_latex(tables):
     """Print tables as `tabular` for LaTeX, with titles and notes in comments."""
-    for title, rows, notes in tables:
-        if not rows:
-            continue
-        columns = dict.fromkeys(name for row in rows for name in row)
-        lines = [[*columns], *([row.get(name, "") for name in columns] for row in rows)]
-        head, *body = (" & ".join(map(latex, line)) + r" \\" for line in lines)
-        print(f"% {title}", rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}", sep="\n")
+    for title, cells, notes in filled(tables):
+        head, *body = (" & ".join(map(latex, row)) + r" \\" for row in cells)
+        print(f"% {title}", rf"\begin{{tabular}}{{l{'r' * (len(cells[0]) - 1)}}}", sep="\n")
         print(r"\hline", head, r"\hline", *body, r"\hline", r"\end{tabular}", sep="\n")
         print(*(f"% {note}" for note in notes), "", sep="\n")
+
+
+def filled(tables):
+    """Yields (title, rows of cells, notes) of the tables that have rows; first, the headings."""
+    for title, rows, notes in tables:
+        if rows:
+            columns = dict.fromkeys(name for row in rows for name in row)
+            yield title, [[*columns], *([row.get(n, "") for n in columns] for row in rows)], notes
 
 
 def latex(text):
@@ -118,9 +118,8 @@ def heading(metric):
 # Short tables
 
 
-def short_table(key, rows):
+def short_table(rows):
     """(title, rows, notes) of one task and model of `results.short_tables`."""
-    title, task = key
     same_items = len({row.n for row in rows if not row.beside_random}) == 1
     papers = [paper_cell(row) for row in rows]
     texts = []
@@ -144,7 +143,8 @@ def short_table(key, rows):
         if any(papers):
             cells["paper"] = printed.text(paper) if paper else ""
         texts.append(cells)
-    return f"{NAMES[task]}: {title}", texts, remarks(rows)
+    run = rows[0].run
+    return f"{NAMES[run.task]}: {run.title}", texts, remarks(rows)
 
 
 def values_text(row):
@@ -159,14 +159,13 @@ def paper_cell(row):
     """The paper's cell of the result, by the metric as published; None without one."""
     if row.beside_random:
         return None
-    run = row.runs[0]
-    return printed.cell(run, published(run, row.metric))
+    return printed.cell(row.run, published(row))
 
 
-def published(run, metric):
+def published(row):
     """The metric that the paper's value is compared with."""
-    name = f"{metric}_published"
-    return name if name in run.values[0] else metric
+    name = f"{row.metric}_published"
+    return name if name in row.run.values[0] else row.metric
 
 
 def remarks(rows):
@@ -270,12 +269,12 @@ def counts_items(versus):
 def memory_sentences(rows):
     """How often greedy decoding gives the memorised answer, and how many of these items are won."""
     for row in rows:
-        if row.runs[0].method == "greedy" and "memory_match" in row.beside:
+        if row.run.method == "greedy" and "memory_match" in row.beside:
             share = row.beside["memory_match"]
             yield (
                 f"Greedy decoding gives the memorised answer to {share * row.n / 100:.0f} of "
                 f"{row.n:,} items ({share:.1f} %); only there can a method replace it. "
-                f"{won_from_memory(rows, row.runs[0])}"
+                f"{won_from_memory(rows, row.run)}"
             )
 
 
@@ -317,8 +316,7 @@ def score_rows(runs, columns):
         for metric in dict.fromkeys(names):
             if metric in known:
                 for draws in results.by_label(same).values():
-                    greedy = results.greedy_of(draws[0], same)
-                    rows.append(results.result_of(draws, metric, greedy))
+                    rows.append(results.result_of(draws, metric))
     return results.correct(filter(None, rows))
 
 
@@ -326,7 +324,7 @@ def table_rows(rows):
     """Rows {column: text} of results: a row for each setup, a column for each task and metric."""
     n = defaultdict(set)
     for row in rows:
-        n[row.runs[0].task, row.metric].add(row.n)
+        n[row.run.task, row.metric].add(row.n)
     columns = {}
     for (task, metric), numbers in n.items():
         items = " to ".join(f"{n:,}" for n in sorted({min(numbers), max(numbers)}))
@@ -335,10 +333,10 @@ def table_rows(rows):
             name = f"% {name}"
         columns[task, metric] = f"{NAMES[task]} {name} (n = {items})"
     texts = {}
-    for row in sorted(rows, key=lambda row: results.order_of_row(row.runs[0])):
+    for row in sorted(rows, key=lambda row: results.order_of_row(row.run)):
         cells = texts.setdefault(row.label, {"setup": row.label})
         cells |= dict.fromkeys(columns.values(), "–") | cells
-        cells[columns[row.runs[0].task, row.metric]] = cell_text(row)
+        cells[columns[row.run.task, row.metric]] = cell_text(row)
     return [*texts.values()]
 
 
@@ -349,12 +347,11 @@ def cell_text(row):
     if versus:
         bold = "**" if row.shown else ""
         text = f"{bold}{text}{bold}; {versus_text(versus, metric)}"
-    elif len(row.runs) == 1 and (ends := results.own_interval(row.runs[0], metric)):
+    elif len(row.runs) == 1 and (ends := results.own_interval(row.run, metric)):
         text += f" [{unsigned(ends[0], metric)}, {unsigned(ends[1], metric)}]"
     if paper := paper_cell(row):
-        by = published(row.runs[0], metric)
-        same = results.result_of(row.runs, by) or row
-        difference = signed(same.value - float(paper["value"]))
+        value = np.mean([results.own_value(run, published(row)) for run in row.runs])
+        difference = signed(value - float(paper["value"]))
         text += f"; paper {printed.text(paper)} ({difference})"
     return text
 

@@ -662,7 +662,7 @@ def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_boo
 """
     assert all(line in out for line in shares.split("\n"))
     runs = results.select(stored.collect(tmp_path / "out"))
-    short = results.short_tables(runs)
+    short = [*results.short_tables(runs).values()]
     [bars] = figures.FIGURES["memory"][0](short, 7).axes  # no other panel
     assert [[bar.get_width() for bar in bars.patches[kind::4]] for kind in range(4)] == [
         pytest.approx(shares) for shares in ([100 / 3, 100], [100 / 3, 0], [50 / 3, 0], [50 / 3, 0])
@@ -679,7 +679,8 @@ def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_boo
     other = {"header": header["header"] | {"fingerprint": {"weights": "others"}}}
     write_lines(run, [other, *lines])  # of a checkpoint of the same name
     runs = results.select(stored.collect(tmp_path / "out"))
-    assert not figures.FIGURES["certainty"][0](results.short_tables(runs), 7)
+    short = [*results.short_tables(runs).values()]
+    assert not figures.FIGURES["certainty"][0](short, 7)
 
 
 def test_a_value_is_a_mean_over_the_n_beside_it_and_each_row_is_in_a_table(

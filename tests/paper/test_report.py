@@ -129,7 +129,7 @@ def table(folder, title):
 
 
 def draw(kind, folder):
-    return figures.FIGURES[kind][0](results.short_tables(runs_of(folder)), 7)
+    return figures.FIGURES[kind][0]([*results.short_tables(runs_of(folder)).values()], 7)
 
 
 # Differences to greedy decoding
@@ -206,8 +206,8 @@ def test_bold_is_what_mcnemars_test_shows_corrected_for_the_number_of_rows(
 
 
 def table_cells(folder):
-    [(key, rows)] = results.short_tables(runs_of(folder)).items()
-    return tables.short_table(key, rows)[1]
+    [rows] = results.short_tables(runs_of(folder)).values()
+    return tables.short_table(rows)[1]
 
 
 def test_what_has_no_width_has_no_interval(add, tmp_path):
@@ -539,7 +539,7 @@ def test_a_folder_without_runs_is_said(refused, tmp_path):
 
 @pytest.fixture(scope="module")
 def with_memory():
-    return results.short_tables(runs_of(STORED))
+    return [*results.short_tables(runs_of(STORED)).values()]
 
 
 def boxes_of(path):
