@@ -480,6 +480,14 @@ def test_an_unfinished_run_is_reported_and_a_shorter_one_of_its_setup_is_not(add
     assert "1.jsonl.gz: the same setup as" in err
 
 
+def test_a_remark_on_each_part_of_a_file_counts_one_run(add, report):
+    path = add("cad", task="qa", alpha=0.5)
+    path.write_text(path.read_text().replace('"memory": ["Bodun"]', '"memory": []', 5))
+    out, _ = report()
+    assert "qa: miniature, without memory" in out and "qa: miniature, passages against" in out
+    assert out.count("1 of 1 runs: no run of greedy decoding to compare with.") == 2
+
+
 DAMAGES = """
 null | its first line has no header
 {"task": "chess"} | unknown task 'chess'
