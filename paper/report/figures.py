@@ -60,19 +60,23 @@ BARS = "bars: 95 % intervals"
 AGAINST = "points against greedy decoding"
 
 
-def draw_all(tables, folder, format="png", width=WIDTH):
+def draw_all(tables, folder, format, width):
     """Writes the figures for which there are data. tables: lists of results, as the values of
     `results.short_tables`. Returns [(path, caption)]."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     pictures = []
     for name, (draw, caption) in FIGURES.items():
         if figure := draw(tables, width):
-            path = folder / f"{name}.{format}"
-            with named(path):
-                figure.savefig(path)
-            pictures.append((path, caption))
+            pictures.append((save(figure, folder, f"{name}.{format}"), caption))
     return pictures
+
+
+def save(figure, folder, name):
+    """The path of the figure, written into a folder."""
+    path = Path(folder, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with named(path):
+        figure.savefig(path)
+    return path
 
 
 def figure_of(panels, draw, runs, *notes, width, heights=None, columns=None):
@@ -434,14 +438,13 @@ def head_maps(files, width=WIDTH):
             copies.append((ax, image))
 
     copies = []
-    measures = sorted({measure for maps in files.values() for measure in maps})
-    panels = [
-        (f"{path.stem}, {measure}", measure, maps[measure])
-        if measure in maps
-        else None  # an empty place
-        for path, maps in files.items()
-        for measure in measures
-    ]
+    known = {measure for scores in files.values() for measure in scores}
+    measures = [measure for measure in ("copy", "effect") if measure in known]
+    panels = []
+    for path, scores in files.items():
+        for measure in measures:
+            panel = f"{path.stem}, {measure}", measure, scores.get(measure)
+            panels.append(panel if measure in scores else None)  # None: an empty place
     columns = len(measures) if len(measures) > 1 else None
     note = "score of every head, layer 0 at the bottom"
     figure = figure_of(panels, draw, [], note, width=width, columns=columns)

@@ -3,16 +3,14 @@
 python evaluate.py report heads [MODEL|FILE …] [--plots OUT]"""
 
 from collections import Counter
-from itertools import combinations, product
-from pathlib import Path
+from itertools import combinations
 
 from cli.options import number, parser, refuse_unused
-from heads.reader import MEASURES, find_file, find_measures, read_scores
+from heads.reader import find_file, find_measures, read_scores
 from paper import printed
-from runtime.files import named, read_json
+from runtime.files import read_json
 
 COMPARED = (5, 10, 20, 50)  # numbers of the best heads
-DRAWN = ("copy", "effect")
 RETRIEVAL = 0.1  # the paper counts heads above this score as retrieval heads
 
 
@@ -33,13 +31,16 @@ def main(argv):
     args = parse(p, argv)
     from paper.report import tables
 
-    paths = list(dict.fromkeys(map(find_file, args.files or paper)))
-    files = {path: read_scores(path) for path in paths if "copy" in find_measures(path)}
+    files = {}
+    for path in map(find_file, args.files or paper):
+        files[path] = {measure: read_scores(path, measure) for measure in find_measures(path)}
+    labels = labels_of(files)
     _, *ranks = printed.table("paper_heads")[0]
     rows = []
-    labels = labels_of(paths)
     for path, scores in files.items():
-        ranked = sorted(scores.values(), reverse=True)
+        if "copy" not in scores:
+            continue
+        ranked = sorted(scores["copy"].values(), reverse=True)
         row = {
             "model": labels[path],
             "heads": f"{len(ranked):,}",
@@ -55,21 +56,14 @@ def main(argv):
     notes = ["Means over the samples of each head file."]
     if rows:
         tables.print_tables([("Retrieval scores by rank", rows, notes)])
-    if args.files and (rows := common_rows(args.files)):
+    if args.files and (rows := common_rows(files, labels)):
         notes = ["Two random sets of N of H heads have N²/H in common on average."]
         tables.print_tables([("Heads in common among the best N", rows, notes)])
     if args.plots:
         from paper.report import figures
 
-        path = Path(args.plots, f"head-maps.{args.format}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        maps = {
-            file: {m: read_scores(file, m) for m in find_measures(file) if m in DRAWN}
-            for file in paths
-        }
-        with named(path):
-            figures.head_maps(maps, args.width).savefig(path)
-        print(path)
+        maps = figures.head_maps(files, args.width)
+        print(figures.save(maps, args.plots, f"head-maps.{args.format}"))
 
 
 def add_plots(p, what):
@@ -92,16 +86,13 @@ def parse(p, argv):
     return args
 
 
-def common_rows(names):
+def common_rows(files, labels):
     """Rows for the pairs of files of one measure, and of measures of one file, that rank the same
-    heads. names: of files or models."""
+    heads. files: {path: {measure: scores}}."""
     rankings = {}
-    for name, measure in product(names, MEASURES):
-        path = find_file(name)
-        if measure in find_measures(path):
-            scores = read_scores(path, measure)
+    for path, of_measures in files.items():
+        for measure, scores in of_measures.items():
             rankings[path, measure] = sorted(scores, key=scores.get, reverse=True)
-    labels = labels_of({path for path, _ in rankings})
     rows = []
     for ((file, a), first), ((other, b), second) in combinations(rankings.items(), 2):
         if set(first) == set(second) and (file == other or a == b):
