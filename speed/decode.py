@@ -52,12 +52,14 @@ from speed.shapes import SHAPES, random_model, spread_heads, transformers_model,
 QUESTION = 40  # tokens that CAD reads again, without the passage
 
 
-def this_project(model, new, heads, method, graph=True):
+def this_project(model, new, heads, method, eos_ids=(), **options):
+    """generate() of this project. options: more of its arguments."""
+
     def answer(prompts, tick):
         record = Setup.of(method, heads=heads).record()
         if method == "cad":
             record = replace(record, without_context=[p[-QUESTION:] for p in prompts])
-        out = decore.generate(model, prompts, record, new + 1, (), tick, graph)
+        out = decore.generate(model, prompts, record, new + 1, eos_ids, tick, **options)
         return [g.ids for g in out]
 
     return answer
@@ -156,7 +158,7 @@ def contestants(model, new, names, shape, graph=True):
         if name in PEERS:
             runs[name] = PEERS[name](with_shared_weights(hf_model), new, heads)
         else:
-            runs[name] = this_project(model, new, heads, name, graph)
+            runs[name] = this_project(model, new, heads, name, graph=graph)
     return runs
 
 
