@@ -22,6 +22,7 @@ import random
 import sys
 import zlib
 from itertools import accumulate, cycle, islice
+from pathlib import Path
 from typing import NamedTuple
 
 from cli.entry import run_program
@@ -42,57 +43,9 @@ EVERYTHING = {"closed": 0.30, "open": 0.33, "agree": 0.12, "irrelevant": 0.15, "
 SPLITS = ("conflict", "conflict-known", "open", "closed", "irrelevant", "needle")
 MOST = (5, 4)  # facts and filler sentences in a passage
 
-ONSETS, VOWELS = "b br c d dr f g gr h k kr l m n p r s st t th tr v w z".split(), "aeiou"
-CODAS = ("", "", "", "l", "m", "n", "r", "s", "rn", "nd", "lt", "v")
-PEOPLE = "a ric wyn mund as ina or elle ard eus is old".split()
-ENDINGS = {
-    "country": "ia land mark or esse ovia un eth ara und mar ica".split(),
-    "capital": "holm burg ton haven mouth stad mere ford gard port wick dal".split(),
-    "ruler": PEOPLE,
-    "longest river": "a el ine esk une ava ow is en ira ond ey".split(),
-    "language": "ish ic an ese ari esh in ul ak onian ene ot".split(),
-    "founder": PEOPLE,
-}
-
-OPENERS = (
-    "Today ",
-    "Travellers know that ",
-    "Every child learns that ",
-    "The old maps agree that ",
-    "As a rule, ",
-    "The chronicle says that ",
-    "In our time ",
-    "Merchants will tell you that ",
-)
-
-# {a} adjective, {n} goods, {p} place, {d} time of day, {s} season
-FILLERS = (
-    "Snow lies on the {a} hills until late {s}.",
-    "The market by the {p} opens at {d}.",
-    "A cold wind blows from the {p}.",
-    "Nobody crosses the {p} before {d}.",
-    "The {n} is kept in a {a} house near the {p}.",
-    "Bread and {n} are sold at the {p}.",
-    "Old people still sing about the {a} {p}.",
-    "The road to the {p} is {a} and slow.",
-    "At {d} the bells ring over the {p}.",
-    "A {a} path leads to the {p}.",
-    "Children carry {n} to the {p} at {d}.",
-    "The {p} is {a} at {d}.",
-    "Few visitors have seen the {a} {p}.",
-    "The guide pays in {n} and sleeps until {d}.",
-    "Rain fills the {p} every {s}.",
-    "There is {n} in every kitchen.",
-    "The harvest ends in {s} with songs and {n}.",
-    "Boats bring {n} to the {a} {p}.",
-)
-WORDS = {
-    "a": "quiet narrow bright green famous lonely steep white broad little misty golden".split(),
-    "n": "honey salt wool silver tea paper amber barley oil glass copper wine".split(),
-    "p": "harbour mill tower valley lake forest gate square garden shore bridge library".split(),
-    "d": "dawn noon dusk midnight".split(),
-    "s": "spring summer autumn winter".split(),
-}
+# Syllables of names, and sentences: in fillers, {a} is an adjective, {n} goods, {p} a place, {d} a
+# time of day, {s} a season.
+WORDS = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
 
 
 class Fact(NamedTuple):
@@ -117,9 +70,9 @@ def new_name(rng, kind, unseen, avoid):
     while True:
         length = rng.choice((1, 1, 2))
         stem = "".join(
-            rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(length)
+            rng.choice(WORDS[part]) for _ in range(length) for part in ("onsets", "vowels", "codas")
         )
-        name = (stem + rng.choice(ENDINGS[kind])).capitalize()
+        name = (stem + rng.choice(WORDS["endings"][kind])).capitalize()
         if held_out(name) == unseen and name not in avoid:
             return name
 
@@ -174,11 +127,11 @@ def passage(rng, facts, n_fillers):
     """A sentence for each fact and filler sentences, in random order."""
     sentences = []
     for fact in facts:
-        start = rng.choice(OPENERS) + "t" if rng.random() < 0.4 else "T"
+        start = rng.choice(WORDS["openers"]) + "t" if rng.random() < 0.4 else "T"
         sentences.append(f"{start}he {fact.relation} of {fact.country} is {fact.value}.")
     for _ in range(n_fillers):
-        words = {key: rng.choice(choices) for key, choices in WORDS.items()}
-        sentences.append(rng.choice(FILLERS).format(**words))
+        words = {key: rng.choice(choices) for key, choices in WORDS["in fillers"].items()}
+        sentences.append(rng.choice(WORDS["fillers"]).format(**words))
     rng.shuffle(sentences)
     return "Context: " + " ".join(sentences) + "\n"
 

@@ -172,10 +172,10 @@ def clock(run, prompts):
     return ids, [*times, time.perf_counter()]
 
 
-def take_turns(runs, rounds):
-    """Runs all contestants on the prompts of each round → {name: its `clock` in each round}."""
+def take_turns(runs, prompts, rounds):
+    """Runs all contestants on the prompts in turns → {name: its `clock` in each round}."""
     results = {name: [] for name in runs}
-    for prompts in rounds:
+    for _ in range(rounds):
         for name, run in runs.items():
             results[name].append(clock(run, prompts))
     return results
@@ -317,8 +317,8 @@ def main():
     torch.manual_seed(0)
     prompts = torch.randint(model.config.vocab_size, [args.batch, args.prompt]).tolist()
     runs = contestants(model, args.new, args.methods, shape, args.graph)
-    take_turns(runs, [prompts])  # warm-up
-    results = take_turns(runs, [prompts] * args.rounds)
+    take_turns(runs, prompts, 1)  # warm-up
+    results = take_turns(runs, prompts, args.rounds)
     row |= dict(
         dtype=str(model.dtype).removeprefix("torch."),
         prompt=args.prompt,
