@@ -54,16 +54,13 @@ def main():
 def evaluate(argv):
     """The tasks and setups of the command line."""
     args = options.parse(argv)
-    tasks = find_tasks(args.task).values()
-    tasks = [with_prompt(task, args.template, args.system, args.closed_book) for task in tasks]
+    own = args.template, args.system, args.closed_book
+    tasks = [with_prompt(task, *own) for task in find_tasks(args.task).values()]
     if args.dry_run:
         print_prompts(tasks, args)
         return
     methods = full_names(args.method, args.amateur)
-    wanted = []
-    for task in tasks:
-        wanted += [(task, setup, {}) for setup in setups(args, methods, task.choice)]
-    sweep(args, wanted)
+    sweep(args, [(t, setup, {}) for t in tasks for setup in setups(args, methods, t.choice)])
 
 
 def print_prompts(tasks, how):

@@ -79,7 +79,10 @@ def main():
     task = chosen_task(args)
     checkpoint = models.read_model(args.model, args)
     content = stored_scores(args.out, checkpoint)
-    bench, texts = read_texts(task, args, checkpoint)
+    bench = load_benchmark(task, args, checkpoint)
+    texts = [ids_of(bench, item, checkpoint.tokenizer) for item in bench.items]
+    read = [prompt + max(answers, key=len)[:-1] for prompt, *answers in texts]
+    parse_prompts(checkpoint, read, "question with its longest answer")
     from heads.measures import effects  # imports torch
 
     model = models.load_model(checkpoint.checkpoint, args)
@@ -102,16 +105,6 @@ def main():
     if kept:
         shares = ", ".join(f"{share:.0%} without {n}" for n, share in kept.items())
         print(f"answers without a passage that stay if the best heads are masked: {shares}")
-
-
-def read_texts(task, args, checkpoint):
-    """The benchmark of a command line, and `ids_of` each item. InputError for one that is longer
-    than the context."""
-    bench = load_benchmark(task, args, checkpoint)
-    texts = [ids_of(bench, item, checkpoint.tokenizer) for item in bench.items]
-    read = [prompt + max(answers, key=len)[:-1] for prompt, *answers in texts]
-    parse_prompts(checkpoint, read, "question with its longest answer")
-    return bench, texts
 
 
 def kept_without(model, tokenizer, bench, scores, size):

@@ -293,9 +293,20 @@ def draw_answers(ax, row, y):
 # A curve for each setup
 
 
-def curves_figure(panels, width, runs, *notes, **axis):
-    """panels: (title, {name: [(x, y, interval or None)]}), a curve for each setup. Of equal curves
-    each shows, since later ones are narrower. axis: of x."""
+def curves_figure(tables, width, place, points_of, *notes, **axis):
+    """A panel for each task and model, with a curve for each setup. Of equal curves each shows,
+    since later ones are narrower.
+
+    place(row): the run of whose curve a row is. points_of(rows): pairs of a row and a point (x, y,
+    interval or None). axis: of x."""
+    name, shared = names_of(tables, place)
+    panels = []
+    for rows in tables:
+        curves = defaultdict(list)
+        for row, point in points_of(rows):
+            curves[name(place(row))].append(point)
+        if curves:
+            panels.append((title_of(rows), curves))
     names = dict.fromkeys(name for _, curves in panels for name in curves)
     looks = dict(zip(names, zip(itertools.cycle(COLOURS), itertools.cycle("ovDs^P<"))))
 
@@ -323,7 +334,7 @@ def curves_figure(panels, width, runs, *notes, **axis):
             ax.set_xticks(ticks, ticks)
             ax.set_xticks([], minor=True)
 
-    return figure_of(panels, draw, runs, *notes, width=width)
+    return figure_of(panels, draw, runs_of(tables), shared, *notes, width=width)
 
 
 def heads_figure(tables, width):
@@ -340,16 +351,13 @@ def heads_figure(tables, width):
                 curves[place(row).label].append(row)
         several = [row for of_setup in curves.values() if len(of_setup) > 1 for row in of_setup]
         swept += [several] * bool(several)
-    name, shared = names_of(swept, place)
-    panels = []
-    for rows in swept:
-        curves = defaultdict(list)
+
+    def points_of(rows):
         for row in rows:
-            point = row.run.setup.num_heads, row.versus.difference, row.versus.interval
-            curves[name(place(row))].append(point)
-        panels.append((title_of(rows), curves))
+            yield row, (row.run.setup.num_heads, row.versus.difference, row.versus.interval)
+
     axis = dict(xscale="log", xlabel="heads masked, N")
-    return curves_figure(panels, width, runs_of(swept), shared, BARS, **axis)
+    return curves_figure(swept, width, place, points_of, BARS, **axis)
 
 
 def certainty_figure(tables, width):
@@ -361,23 +369,16 @@ def certainty_figure(tables, width):
             if "memory_log_p" in line:  # closed book
                 item = line["id"], question
                 certainties[model_of(run)][item] = np.exp(line["memory_log_p"])
-    shown = memory_tables(tables)
-    name, shared = names_of(shown, RUN)
-    panels = []
-    for rows in shown:
+
+    def points_of(rows):
         compared = [row for row in rows if row.versus]
-        curves = {}
         for row in sorted(compared, key=lambda row: -row.versus.difference)[:MOST]:
-            if points := quarters_of(row, certainties[model_of(row.run)]):
-                curves[name(row.run)] = points
-        if curves:
-            panels.append((title_of(rows), curves))
-    notes = (
-        f"p: a quarter of the items at each point; the {MOST} setups with the largest gain",
-        BARS,
-    )
+            for point in quarters_of(row, certainties[model_of(row.run)]):
+                yield row, point
+
+    note = f"p: a quarter of the items at each point; the {MOST} setups with the largest gain"
     axis = dict(xlim=(0, 1), xlabel="p of memory, closed book")
-    return curves_figure(panels, width, runs_of(shown), shared, *notes, **axis)
+    return curves_figure(memory_tables(tables), width, RUN, points_of, note, BARS, **axis)
 
 
 def model_of(run):

@@ -40,7 +40,7 @@ class Difference(NamedTuple):
     n: int  # items
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
     label: str
     metric: str
@@ -115,13 +115,10 @@ def alike(run, other):
 
 def correct(results):
     """The results of one table, marked as shown by Holm's correction."""
-    results = list(results)
-    tested = {}
-    for number, result in enumerate(results):
-        if result.versus and result.versus.p is not None:
-            tested[number] = result.versus.p
-    for number, p in zip(tested, statistics.holm([*tested.values()])):
-        results[number] = replace(results[number], shown=p < 0.05)
+    tested = [result for result in results if result.versus and result.versus.p is not None]
+    corrected = statistics.holm([result.versus.p for result in tested])
+    for result, p in zip(tested, corrected):
+        result.shown = p < 0.05
     return results
 
 
@@ -227,32 +224,22 @@ def compare(runs, others, metric):
         return None
     scale = scale_of(metric)
     ends = statistics.interval(differences)
-    # A mean over splits has no values of single items.
-    single = "micro" if metric.startswith("macro") else metric
-    values = np.array([[of_line.get(single) for of_line in side] for side in sides], dtype=float)
+    # [runs and others, n] each; means over splits have several pairs.
+    sums, weights = np.array([np.sum(pairs, 0) for pairs in columns]).swapaxes(0, 1)
+    values = np.divide(sums, weights, where=weights > 0, out=np.full_like(sums, np.nan))
     signs = np.sign(values[:k, None] - values[None, k:])  # NaN without a value
-    scored = ~np.isnan(values).all(0)
+    p = None  # of texts, of means over splits, of rates over items that differ from run to run
+    if metric not in TEXTS and len(columns[0]) == 1 and (weights == weights[0]).all():
+        p = statistics.p_value(sums[:k], sums[k:], questions)
     return Difference(
         scale * float(other[0]),
         scale * float(differences[0]),
         ends and tuple(scale * end for end in ends),
         float((signs > 0).sum(-1).mean()),
         float((signs < 0).sum(-1).mean()),
-        None if metric in TEXTS else p_value(columns[:k], columns[k:], questions),
-        int(scored.sum()),
+        p,
+        int(weights.any(0).sum()),
     )
-
-
-def p_value(runs, others, questions):
-    """p of runs against others; None for means over splits, and for rates over items that differ
-    from run to run. runs, others: columns, as in `statistics.averages`."""
-    columns = [*runs, *others]
-    if any(len(pairs) > 1 for pairs in columns):
-        return None
-    sums, weights = np.array(columns)[:, 0].swapaxes(0, 1)  # [J + K, n] each
-    if (weights != weights[0]).any():
-        return None
-    return statistics.p_value(sums[: len(runs)], sums[len(runs) :], questions)
 
 
 def greedy_of(run, greedy):

@@ -235,11 +235,9 @@ def collect(folder, texts=False):
 def run_files(folder):
     """The runs in a folder and its subfolders, or in a packed file, without the files of judges'
     verdicts."""
-    if packed_file(folder):
-        return packed_paths(folder)
     paths = []
-    for path in sorted(Path(folder).rglob("*.jsonl*")):
-        if path.suffix == ".xz":
+    for path in [folder] if packed_file(folder) else sorted(Path(folder).rglob("*.jsonl*")):
+        if packed_file(path):
             paths += packed_paths(path)
         elif path.suffix in (".jsonl", ".gz") and ".judged." not in path.name:
             paths.append(path)
@@ -263,9 +261,9 @@ def read(path, texts=False):
     run.path = path
     run.lines = judges.judge(lines, path, task)
     run.values = scores.values_of(path, task, lines)
-    described = metrics.map_lines(text_values, lines) if texts else ()
-    for values, of_text in zip(run.values, described):
-        values |= of_text
+    if texts:
+        for values, of_text in zip(run.values, metrics.map_lines(text_values, lines)):
+            values |= of_text
     run.remarks += unlike_the_paper(run, task)
     return run
 

@@ -258,37 +258,11 @@ def sentences(rows):
             f"{100 * share:.0f} % of the items differ (median of the rows): a difference of 5 "
             f"points needs about {statistics.items_needed(share):,} items."
         )
-    yield from memory_sentences(rows)
 
 
 def counts_items(versus):
     """Whether items are right or wrong, so that the difference counts them."""
     return abs(versus.difference * versus.n / 100 - (versus.won - versus.lost)) < 1e-6
-
-
-def memory_sentences(rows):
-    """How often greedy decoding gives the memorised answer, and how many of these items are won."""
-    for row in rows:
-        if row.run.method == "greedy" and "memory_match" in row.beside:
-            share = row.beside["memory_match"]
-            yield (
-                f"Greedy decoding gives the memorised answer to {share * row.n / 100:.0f} of "
-                f"{row.n:,} items ({share:.1f} %); only there can a method replace it. "
-                f"{won_from_memory(rows, row.run)}"
-            )
-
-
-def won_from_memory(rows, greedy):
-    won = replaced = 0
-    for row in rows:
-        if greedy in row.others:
-            for run in row.runs:
-                _, (ours, base) = results.common_items([run, greedy])
-                for values, of_greedy in zip(ours, base):
-                    if values[row.metric] > of_greedy[row.metric]:
-                        won += 1
-                        replaced += of_greedy["memory_match"] == 1
-    return f"Of {won:,} items won, counted over all runs, {replaced:,} replace a memorised answer."
 
 
 # Tables in the paper's layout
@@ -317,7 +291,7 @@ def score_rows(runs, columns):
             if metric in known:
                 for draws in results.by_label(same).values():
                     rows.append(results.result_of(draws, metric))
-    return results.correct(filter(None, rows))
+    return results.correct([*filter(None, rows)])
 
 
 def table_rows(rows):

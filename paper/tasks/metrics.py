@@ -263,8 +263,7 @@ def counts(values):
     """Metric → how many lines have a value of it; of a macro average, all lines."""
     known = {}
     for name in names(values):
-        single = "micro" if name.startswith("macro") else name
-        known[name] = sum(of_line.get(single) is not None for of_line in values)
+        known[name] = int(np.any([weights for _, weights in columns(values, name)], 0).sum())
     return known
 
 
