@@ -5,7 +5,7 @@ published runs."""
 
 import json
 import sys
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from os.path import commonprefix
 from pathlib import Path
@@ -15,7 +15,7 @@ from heads.reader import head_file, read_scores
 from paper.benchmark import in_batches, load_benchmark
 from paper.printed import NAMES, cells, headline, table
 from paper.report.stored import ITI
-from paper.tasks import Task, find_task, metrics
+from paper.tasks import TASKS, Task, find_task, metrics
 from runtime.config import LEAST_PREFIX
 from runtime.errors import InputError
 
@@ -24,9 +24,9 @@ AMATEUR = f"meta-llama/{BASE}"
 SIBLINGS = {"truthfulqa-gen": "truthfulqa-mc"}  # task without inferred N → the most similar one
 FIRST_SEED = OPTIONS["seed"].default
 SEEDS = range(FIRST_SEED, FIRST_SEED + 3)  # of random heads; the paper's are unknown
-ORDER = ("main", "iti", "lite", "n", "alpha", "masked", "random")  # groups of rows
-PLANNED = ("greedy", "decore-entropy", "decore-static", "cad", "cd", "dola-low", "dola-high", "ad")
-PLANNED += ("masked", "decore-entropy-lite")
+ORDER = "main iti lite n alpha masked random".split()  # groups of rows
+PLANNED = "greedy decore-entropy decore-static cad cd dola-low dola-high ad masked".split()
+PLANNED.append("decore-entropy-lite")
 
 
 @dataclass
@@ -48,11 +48,11 @@ class PlannedRun:
         return {"paper": about} | ({"like": like} if like else {})
 
 
-def planned_runs(model, groups, tasks=None, methods=None):
+def planned_runs(model, groups, tasks=TASKS, methods=PLANNED):
     """The paper's runs of a model, without repetitions, the most valuable ones first.
 
-    groups: names of ORDER or tables of paper.csv, or "all". tasks, methods: None for all.
-    InputError if there are none."""
+    groups: names of ORDER or tables of paper.csv, or "all". tasks, methods: names. InputError if
+    there are none."""
     name = Path(model).name
     runs = {}
     for row in sorted(table("paper"), key=rank):
@@ -60,9 +60,7 @@ def planned_runs(model, groups, tasks=None, methods=None):
         if row["model"].lower() != name.lower() or not chosen:
             continue
         for run in runs_of(row):
-            if (tasks and run.task.name not in tasks) or (
-                methods and run.setup.method not in methods
-            ):
+            if run.task.name not in tasks or run.setup.method not in methods:
                 continue
             run = runs.setdefault((run.task, run.setup, run.checkpoint), run)
             if row["table"] not in run.tables:
@@ -82,8 +80,8 @@ def rank(row):
     method = row["method"]
     return (
         ORDER.index(row["group"]),
-        (*PLANNED, method).index(method),
-        list(NAMES).index(row["task"]),
+        [*PLANNED, method].index(method),
+        [*NAMES].index(row["task"]),
         float(row["num_heads"] or row["alpha"] or 0),
     )
 
@@ -107,17 +105,11 @@ def runs_of(row):
     if "num_heads" in options:
         values["num_heads"], origin = number_of_heads(row)
         values["mask"] = "query"
-    values |= published(method, row["model"], task.choice)
+    if "repetition_penalty" in options and "qwen2" in row["model"].lower() and not task.choice:
+        values["repetition_penalty"] = 1.05  # of Qwen2's generation_config.json
     for seed in SEEDS if "random_heads" in values else [None]:
         setup = Setup.of(method, task.choice, seed=seed, **values)
         yield PlannedRun(task, setup, checkpoint, origin)
-
-
-def published(method, model, choice):
-    """Settings of the published runs that are neither the defaults nor in a row of paper.csv."""
-    if "repetition_penalty" in METHODS[method].options and "qwen2" in model.lower() and not choice:
-        return {"repetition_penalty": 1.05}  # of Qwen2's generation_config.json
-    return {}
 
 
 def number_of_heads(row):
@@ -151,27 +143,23 @@ def show(runs, how):
         model = models.read_model(how.model, how)
     except (OSError, ValueError) as error:
         print(f"prompt tokens are not counted: {error}", file=sys.stderr)
-    by_task = defaultdict(list)
-    for run in runs:
-        by_task[run.task].append(run)
     say_size(how, model)
+    by_task = Counter(run.task for run in runs)
     items, tokens, missing, fetched = {}, {}, {}, {}
     for task in by_task:
         items[task] = min(task.n, how.limit or how.sample or task.n)
         missing[task] = metrics.problems(task)
-        problem = None
         try:
             bench = load_benchmark(task, how, model)
         except (OSError, ValueError, ImportError) as error:
-            problem = error
-        else:
-            items[task] = len(bench.items)
-            if bench.n_data != task.n:
-                problem = f"{task.name} has {bench.n_data:,} items, the paper scores {task.n:,}"
-            if model:
-                tokens[task] = prompt_tokens(bench.encoded, how.batch_size)
-        if problem:
-            fetched[task] = str(problem)
+            fetched[task] = str(error)
+            continue
+        items[task] = len(bench.items)
+        if bench.n_data != task.n:
+            problem = f"{task.name} has {bench.n_data:,} items, the paper scores {task.n:,}"
+            fetched[task] = problem
+        if model:
+            tokens[task] = prompt_tokens(bench.encoded, how.batch_size)
     if how.json:
         for task, problem in fetched.items():
             missing[task].insert(0, f"{problem}: {fetch_command(how, [task])}")
@@ -259,7 +247,7 @@ def print_tasks(by_task, items, tokens, batch_size):
         prompt = read = "–"
         if task in tokens:
             prompt, read = (f"{n:,}" for n in tokens[task])
-        print(f"{task.name:22} {len(runs):4} {items[task]:7,} {prompt:>14} {read:>12} {new:13,}")
+        print(f"{task.name:22} {runs:4} {items[task]:7,} {prompt:>14} {read:>12} {new:13,}")
     print(
         f"\nTokens are those of one method. Read: the common prefix of a batch of {batch_size} is "
         "read once."

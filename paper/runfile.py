@@ -29,24 +29,22 @@ from runtime.files import commit, json_lines, parse_lines, write
 
 FIELDS = {  # of a header, by what they are for; any other field is a condition
     # Of the method: tables have a row for each
-    "setting": ("method", "heads", *SETTINGS, "head_file", "decoder", "amateur_fingerprint"),
+    "setting": ["method", "heads", *SETTINGS, "head_file", "decoder", "amateur_fingerprint"],
     # Of the task: tables have a title for each, which names what is not the paper's
     "condition": (
-        *("layout", "max_new_tokens", "min_new_tokens", "template_args", "eos"),
-        *("closed_book", "known"),
-    ),
+        "layout max_new_tokens min_new_tokens template_args eos closed_book known"
+    ).split(),
     # Named where runs of one title differ, as by `stored.labels_of`
     "label": (
-        *("model", "like", "fingerprint", "task", "version", "dtype", "engine", "product"),
-        *("data", "demos", "template", "system"),
-    ),
+        "model like fingerprint task version dtype engine product data demos template system"
+    ).split(),
     # Which items: runs are compared on those that they have in common
-    "item": ("sample_seed", "skip"),
+    "item": ["sample_seed", "skip"],
     # A complete run may continue with more items
-    "growing": ("n", "limit", "sample", "command"),
+    "growing": "n limit sample command".split(),
     # Changes a last digit at most: header["continued"] names it
-    "surrounding": ("device", "batch_size", "draft", "tp", "versions"),
-    "note": ("commit", "date", "time", "paper", "continued"),
+    "surrounding": "device batch_size draft tp versions".split(),
+    "note": "commit date time paper continued".split(),
 }
 ROLES = {name: role for role, names in FIELDS.items() for name in names}
 NOTES = (*FIELDS["growing"], *FIELDS["surrounding"], *FIELDS["note"])  # they change no answer
