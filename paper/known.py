@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paper.runfile import read_run
-from paper.tasks import find_task, metrics
+from paper.tasks import metrics
 from runtime.errors import InputError
 
 
@@ -20,11 +20,10 @@ def choose_rows(task, items, path, known, model=None):
     Rows are matched by their ids, or without them by their questions. model: `cli.models.Facts`,
     which must be the run's; None: not checked. InputError for a run that does not tell."""
     header, lines = read_run(path)
-    problem = not lines and "it holds no answers" or problem_of(task, header or {}, lines, model)
-    if problem:
+    if problem := problem_of(task, header or {}, lines, model):
         raise InputError(f"{path} is not a closed-book run that tells what is known: {problem}")
     by_id = [item["id"] for item in items] != list(range(len(items)))  # else they are row numbers
-    answers = metrics.compute(find_task(task.name), lines)
+    answers = metrics.compute(task, lines)
     knows, of_run = {}, {}
     for line, values in zip(lines, answers):
         key = key_of(line, by_id)
@@ -53,6 +52,8 @@ def choose_rows(task, items, path, known, model=None):
 
 def problem_of(task, header, lines, model):
     """Why a run does not tell what a model knows; None if it does."""
+    if not lines:
+        return "it holds no answers"
     if header.get("task") != task.name or not header.get("closed_book"):
         return "it was not made with --closed-book"
     if not all(line.get("memory") for line in lines):

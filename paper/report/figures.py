@@ -23,6 +23,7 @@ from matplotlib.transforms import ScaledTranslation
 from decoders.setup import settings_of
 from paper.printed import NAMES
 from paper.report.results import NOT_RATES, order_of_row, own_interval
+from paper.report.tables import heading, numbers_of
 from runtime import statistics
 from runtime.files import named
 
@@ -141,10 +142,8 @@ def runs_of(tables):
 
 
 def title_of(rows):
-    n = sorted({row.n for row in rows})
-    items = f"{n[0]:,}" if len(n) == 1 else f"{n[0]:,} to {n[-1]:,}"
-    run, metric = rows[0].run, rows[0].metric.replace("_", " ")
-    return f"{NAMES[run.task]}, {metric}, n = {items}\n{run.title}"
+    run, metric = rows[0].run, heading(rows[0].metric)
+    return f"{NAMES[run.task]}, {metric}, n = {numbers_of(rows)}\n{run.title}"
 
 
 def names_of(tables, place):

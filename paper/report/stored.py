@@ -315,21 +315,20 @@ def text_values(line):
 
 
 def by_memory(run):
-    """The run's parts, one for each kind of `memory` that its lines have, so that each value is a
-    mean over all lines of its part. The kind is a condition of the tables. Tasks of the paper stay
-    complete."""
+    """Yields the run's parts, one for each kind of `memory` that its lines have, so that each value
+    is a mean over all lines of its part. The kind is a condition of the tables. Tasks of the paper
+    stay complete."""
     if find_task(run.task).n or not any(line.get("memory") for line in run.lines):
-        return [run]
+        yield run
+        return
     parts = defaultdict(list)
     for line, values in zip(run.lines, run.values):
         parts[kind_of_memory(run, line)].append((line, values))
-    return [part_of(run, kind, *zip(*pairs)) for kind, pairs in parts.items()]
-
-
-def part_of(run, kind, lines, values):
-    conditions = ", ".join(filter(None, [run.conditions, kind]))
-    fields = run.identity | ({"memory": kind} if kind else {})
-    return replace(run, conditions=conditions, identity=fields, lines=lines, values=values)
+    for kind, pairs in parts.items():
+        lines, values = zip(*pairs)
+        conditions = ", ".join(filter(None, [run.conditions, kind]))
+        fields = run.identity | ({"memory": kind} if kind else {})
+        yield replace(run, conditions=conditions, identity=fields, lines=lines, values=values)
 
 
 def kind_of_memory(run, line):

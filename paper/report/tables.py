@@ -111,6 +111,12 @@ def p_text(p):
     return "<0.001" if p < 0.001 else f"{p:.2g}"
 
 
+def numbers_of(rows):
+    """Their numbers of items: "40", or "12 to 40"."""
+    numbers = [row.n for row in rows]
+    return " to ".join(f"{n:,}" for n in sorted({min(numbers), max(numbers)}))
+
+
 def heading(metric):
     return metric.replace("_", " ")
 
@@ -127,9 +133,9 @@ def short_table(rows):
         versus = row.versus
         cells = {"setup": row.label, "n": f"{row.n:,}"}
         cells[heading(row.metric)] = "" if row.beside_random else values_text(row)
-        for name in BESIDE:
+        for name, share in row.beside.items():
             if name in rows[0].beside:
-                cells[heading(name)] = unsigned(row.beside[name]) if name in row.beside else ""
+                cells[heading(name)] = unsigned(share)
         if not same_items:
             of_greedy = versus and not row.beside_random
             cells["greedy on them"] = unsigned(versus.value) if of_greedy else ""
@@ -296,21 +302,19 @@ def score_rows(runs, columns):
 
 def table_rows(rows):
     """Rows {column: text} of results: a row for each setup, a column for each task and metric."""
-    n = defaultdict(set)
+    of_columns = defaultdict(list)
     for row in rows:
-        n[row.run.task, row.metric].add(row.n)
+        of_columns[row.run.task, row.metric].append(row)
     columns = {}
-    for (task, metric), numbers in n.items():
-        items = " to ".join(f"{n:,}" for n in sorted({min(numbers), max(numbers)}))
+    for (task, metric), of_column in of_columns.items():
         name = "letters a word" if metric == "letters" else heading(metric)
         if metric in PER_CENT:
             name = f"% {name}"
-        columns[task, metric] = f"{NAMES[task]} {name} (n = {items})"
+        columns[task, metric] = f"{NAMES[task]} {name} (n = {numbers_of(of_column)})"
     texts = {}
     for row in sorted(rows, key=lambda row: results.order_of_row(row.run)):
-        cells = texts.setdefault(row.label, {"setup": row.label})
-        cells |= dict.fromkeys(columns.values(), "–") | cells
-        cells[columns[row.run.task, row.metric]] = cell_text(row)
+        empty = {"setup": row.label} | dict.fromkeys(columns.values(), "–")
+        texts.setdefault(row.label, empty)[columns[row.run.task, row.metric]] = cell_text(row)
     return [*texts.values()]
 
 
