@@ -29,6 +29,23 @@ class Benchmark(NamedTuple):
     encoded: list = ()  # the token ids of each item, a prompts.Encoded
     questions: dict = {}  # index → the fields of a line that do not depend on the answer
 
+    def header(self):
+        """The fields of a header that say what determines the prompts."""
+        task = self.task
+        return {
+            "task": task.name,
+            "version": task.version,
+            "layout": self.layout,
+            "template": task.template if task.own else None,
+            "system": task.instruction if task.own else None,
+            "template_args": self.template_args,
+            "known": self.known,
+            "n": len(self.items),
+            "sample_seed": self.sample_seed,
+            "data": self.data,
+            "demos": self.demo_record,
+        }
+
 
 def load_benchmark(task, how, model=None):
     """The benchmark of a task. how: the parsed command line.

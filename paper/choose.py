@@ -18,6 +18,7 @@ from paper.known import choose_rows
 from paper.report import stored
 from paper.tasks import data, find_task
 from runtime.errors import InputError
+from runtime.files import checkpoint_name
 from runtime.statistics import paired
 
 ROOT = Path(__file__).parents[1]
@@ -54,8 +55,12 @@ def main(argv):
                 evaluate(file, args.out / part / name, [*rows[part], *setting, *masked])
 
     closed = args.out / "closed"
+    model = Path(checkpoint_name(args.model)).name
+    for run_file in closed.glob("*.jsonl"):
+        if not run_file.name.startswith(f"qa.{model}."):
+            raise InputError(f"{run_file} is of another model than {model}; choose another --out")
     evaluate(args.data, closed, [*GREEDY, "--closed-book"])
-    [path] = closed.glob("*.jsonl") if closed.is_dir() else [None]
+    path = next(closed.glob("*.jsonl"), None)
     task = find_task("qa")
     items, *_ = data.load_data(task, args.data, None)
     if path:

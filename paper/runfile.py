@@ -59,7 +59,6 @@ def make_header(bench, setup, how, model, fingerprints, more):
 
     setup: fitted to the model. how: the parsed command line. fingerprints: of the model and its
     amateur. more: further fields."""
-    task = bench.task
     now = datetime.datetime.now(datetime.UTC)
     device = platform.machine()
     if model.device.type == "cuda":
@@ -85,18 +84,8 @@ def make_header(bench, setup, how, model, fingerprints, more):
         "date": str(now.date()),
         "time": f"{now:%H:%M:%S} UTC",
         "command": shlex.join(["evaluate.py", *sys.argv[1:]]),
-        "closed_book": task.closed_book or None,
-        "task": task.name,
-        "version": task.version,
-        "layout": bench.layout,
-        "template": task.template if task.own else None,
-        "system": task.instruction if task.own else None,
-        "template_args": bench.template_args,
-        "known": bench.known,
-        "n": len(bench.items),
-        "sample_seed": bench.sample_seed,
-        "data": bench.data,
-        "demos": bench.demo_record,
+        "closed_book": bench.task.closed_book or None,
+        **bench.header(),
         "eos": how.eos,
         "limit": how.limit,
         "sample": how.sample,

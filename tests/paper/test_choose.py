@@ -9,6 +9,7 @@ import pytest
 from cli.entry import run_program
 from miniature.data import make_split
 from paper import choose
+from runtime.errors import InputError
 from tests.checkpoints import read_lines, write_lines
 from tests.tables import rows
 
@@ -77,6 +78,15 @@ def test_choose_goes_from_conflicts_to_one_tested_setting_and_goes_on(options, c
         [path] = tmp_path.glob(f"runs/{part}/conflict/*greedy*.jsonl")
         ids[part] = {line["id"] for line in read_lines(path)[1:]}
     assert not ids["choose"] & ids["test"]
+
+
+def test_a_folder_of_another_model_is_refused(options, tmp_path):
+    closed = tmp_path / "runs" / "closed"
+    closed.mkdir(parents=True)
+    (closed / "qa.other.greedy.closed-book.jsonl").touch()
+    with pytest.raises(InputError, match="of another model than miniature; choose another --out"):
+        choose.main(options)
+    assert len([*closed.iterdir()]) == 1
 
 
 def test_the_known_questions_are_split_and_too_few_are_refused():
