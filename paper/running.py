@@ -71,8 +71,8 @@ def answer_missing(runs, done, model, tokenizer, ranks, bar):
         readers = {m: PromptsReadOnce(m) if len(runs) > 1 else m for m in models}
         for group in in_groups(runs, model):
             lacking = [run for run in group if any(e.index not in done[run.path] for e in batch)]
-            work = partial(missing_lines, lacking, batch, done)
-            answered = ranks.gather(partial(work, model, readers, tokenizer, bar.update))
+            how = model, readers, tokenizer, bar.update
+            answered = ranks.gather(partial(missing_lines, lacking, batch, done, *how))
             for run in group:
                 lines = [line for path, line in answered if path == run.path]
                 if lines and ranks.rank == 0:
@@ -173,9 +173,7 @@ def texts_of(batch, bench, methods, reader, tokenizer, on_part, draft):
         on_token=on_token,
         draft=draft,
     )
-    certainties = [[{}] * len(batch)] * len(methods)
-    if bench.task.closed_book:
-        certainties = memory_log_ps(batch, bench.items, of_methods, reader, tokenizer)
+    certainties = memory_log_ps(batch, bench.items, of_methods, reader, tokenizer)
     return [
         [fields_of_text(g, tokenizer) | certainty for g, certainty in zip(*of_method)]
         for of_method in zip(of_methods, certainties)
@@ -184,7 +182,7 @@ def texts_of(batch, bench, methods, reader, tokenizer, on_part, draft):
 
 def memory_log_ps(batch, items, of_methods, reader, tokenizer):
     """For each method and item of closed-book runs the log-probability that the model gives to
-    `memory`, as a field of its line; nothing without `memory`. The most probable wording counts: of
+    `memory`, as a field of its line; nothing for other items. The most probable wording counts: of
     those in the data and, if the method's answer gives the memorised one, of its text up to there.
 
     of_methods: for each method the `Generation` of each item."""

@@ -60,7 +60,10 @@ def report(argv):
     short = results.short_tables(runs)
     show = tables.print_latex if args.latex else tables.print_tables
     if args.csv:
-        write_csv(results.lines(runs))
+        lines = [*results.lines(runs)]
+        writer = csv.DictWriter(sys.stdout, [*lines[0]], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
     else:
         show(map(tables.short_table, short.values()))
         show(tables.all_tables(runs) if args.all else ())
@@ -74,10 +77,3 @@ def report(argv):
     if args.commands:
         tables.print_commands(runs)
     tables.print_notes(short)
-
-
-def write_csv(lines):
-    lines = list(lines)
-    writer = csv.DictWriter(sys.stdout, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)

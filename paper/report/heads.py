@@ -34,7 +34,8 @@ def main(argv):
     files = {}
     for path in map(find_file, args.files or paper):
         files[path] = {measure: read_scores(path, measure) for measure in find_measures(path)}
-    labels = labels_of(files)
+    stems = Counter(path.stem for path in files)
+    labels = {path: path.stem if stems[path.stem] == 1 else str(path) for path in files}
     _, *ranks = printed.table("paper_heads")[0]
     rows = []
     for path, scores in files.items():
@@ -62,8 +63,8 @@ def main(argv):
     if args.plots:
         from paper.report import figures
 
-        maps = figures.head_maps(files, args.width)
-        print(figures.save(maps, args.plots, f"head-maps.{args.format}"))
+        if maps := figures.head_maps(files, args.width):
+            print(figures.save(maps, args.plots, f"head-maps.{args.format}"))
 
 
 def add_plots(p, what):
@@ -99,9 +100,3 @@ def common_rows(files, labels):
             common = {f"N = {n}": str(len({*first[:n]} & {*second[:n]})) for n in COMPARED}
             rows.append({"heads": f"{labels[file]} {a} and {labels[other]} {b}"} | common)
     return rows
-
-
-def labels_of(paths):
-    """Path → its name; several of one name keep their folders."""
-    stems = Counter(path.stem for path in paths)
-    return {path: path.stem if stems[path.stem] == 1 else str(path) for path in paths}

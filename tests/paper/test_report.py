@@ -743,6 +743,11 @@ b copy and b write | 0 | 3
     assert f"| {files[0]} " in out.split("### ")[1]
 
 
+def test_a_file_without_copy_and_effect_has_no_map(done, tmp_path):
+    path = write_lines(tmp_path / "a.json", [{"mass": {"0-0": 0.5}}])
+    assert done(evaluate.main, "report", "heads", path, "--plots", tmp_path / "maps")[0] == ""
+
+
 def test_a_map_of_heads_has_layer_0_at_the_bottom_and_whole_numbers(tmp_path):
     scores = {(0, 0): 0.5, (0, 1): 0.25, (1, 0): 0, (1, 1): 1}
     effects = {(0, 0): 0.5, (0, 1): -0.25, (1, 0): 0, (1, 1): -2}
