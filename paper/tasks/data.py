@@ -136,12 +136,12 @@ def from_hub(origin, endpoint=None):
 
 
 def read_with(read, path):
-    """Yields (entry, `read` of it) for each entry of a data file.
+    """Yields read(entry) for each entry of a data file.
 
     InputError with file and line if an entry is wrong."""
     for number, entry in read_entries(path):
         with located(f"{path}, line {number}"):
-            yield entry, read(entry)
+            yield read(entry)
 
 
 def load_data(task, data=None, demos=None):
@@ -220,7 +220,7 @@ def load_items(task, data):
     items = []
     for path in files:
         split = re.sub(r"^\d+-", "", path.name.split(".")[0])
-        for count, (_, item) in enumerate(read_with(partial(item_with_id, task), path)):
+        for count, item in enumerate(read_with(partial(item_with_id, task), path)):
             if task.splits:
                 item |= {"id": f"{split}-{count}", "split": split}
             items.append({"id": count} | item)
@@ -290,7 +290,7 @@ def find_demos(task, demos, data, items, records):
         origin, read_training = task.training
         path, record = from_hub(origin)
         rows = islice(read_with(read_training, path), task.shots)
-        return [read(demo) for _, demo in rows], {"source": "train"} | record
+        return list(map(read, rows)), {"source": "train"} | record
     if (demos and not task.demos_are_items) or task.demo_answer == "cot_answer":
         raise InputError(
             f"{task.name} needs {task.demo_file}: give it, or its folder, with --demos"
@@ -304,9 +304,11 @@ def find_demos(task, demos, data, items, records):
 
 def read_demos(task, path):
     """The demonstrations in a file."""
-    rows = read_with(partial(demonstration, task), path)
-    used = (demo for entry, demo in rows if entry.get("used_in_paper") is not False)
-    demos = list(islice(used, task.shots))
+
+    def read(entry):
+        return demonstration(task, entry) if entry.get("used_in_paper") is not False else None
+
+    demos = list(islice(filter(None, read_with(read, path)), task.shots))
     if not demos:
         raise InputError(f"{path} holds no demonstrations")
     return demos

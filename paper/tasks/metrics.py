@@ -272,11 +272,7 @@ def summary(values, chosen=None):
     means = {}
     for name in chosen or names(values):
         pairs = columns(values, name)
-        empty = not all(weights.any() for _, weights in pairs)
-        means[name] = None if empty else mean(pairs)
+        means[name] = None
+        if all(weights.any() for _, weights in pairs):
+            means[name] = float(np.mean([sums.sum() / weights.sum() for sums, weights in pairs]))
     return means
-
-
-def mean(pairs):
-    """The mean of a metric from its `columns`."""
-    return float(np.mean([sums.sum() / weights.sum() for sums, weights in pairs]))
