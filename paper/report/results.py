@@ -138,7 +138,7 @@ def result_of(runs, metric):
     values = means.pop(metric, None)
     if values is None:
         return None
-    n = versus.n if versus else min(metrics.counts(of_run)[metric] for of_run in sides)
+    n = versus.n if versus else min(metrics.counts(x, [metric])[metric] for x in sides)
     beside = {name: float(np.mean(shares)) for name, shares in means.items()}
     return Result(runs[0].label, metric, runs, n, values, versus, [greedy], beside)
 
@@ -329,16 +329,16 @@ def with_differences(runs, field, facts, *place):
     field.
 
     facts(run): {name: text}; None never differs. place: attributes that runs of one place share."""
+    facts = [facts(run) for run in runs]
+    places = [*map(attrgetter(*place), runs)]
     texts = defaultdict(set)
-    for run in runs:
-        for name, text in facts(run).items():
-            texts[attrgetter(*place)(run), name].add(text)
+    for of_run, at in zip(facts, places):
+        for name, text in of_run.items():
+            texts[at, name].add(text)
     labelled = []
-    for run in runs:
+    for run, of_run, at in zip(runs, facts, places):
         shown = [getattr(run, field)]
-        for name, text in facts(run).items():
-            if len(texts[attrgetter(*place)(run), name] - {None}) > 1:
-                shown.append(text)
+        shown += [text for name, text in of_run.items() if len(texts[at, name] - {None}) > 1]
         labelled.append(replace(run, **{field: ", ".join(filter(None, shown))}))
     return labelled
 

@@ -259,10 +259,11 @@ def names(values):
     return [name for name in keys if name not in ("split", "instructions")]
 
 
-def counts(values):
-    """Metric → how many lines have a value of it; of a macro average, all lines."""
+def counts(values, chosen=None):
+    """Metric → how many lines have a value of it; of a macro average, all lines. chosen: as in
+    `summary`."""
     known = {}
-    for name in names(values):
+    for name in chosen or names(values):
         known[name] = int(np.any([weights for _, weights in columns(values, name)], 0).sum())
     return known
 
