@@ -1,6 +1,6 @@
 """The command lines of evaluate.py: benchmarks, and the paper's rows; what runs need of them."""
 
-from argparse import Namespace
+from copy import copy
 from pathlib import Path
 
 from cli.options import (
@@ -22,7 +22,9 @@ from paper.tasks import TASKS, find_tasks, prompts
 from runtime.errors import InputError
 
 SAMPLE_SEED = 1234
-NOT_PLANNED = "known unknown layout max_new_tokens min_new_tokens draft".split()  # sweeps alone
+NOT_PLANNED = (  # of a sweep alone
+    "known unknown layout max_new_tokens min_new_tokens draft seed random_heads"
+).split()
 
 
 def sample_seed(args):
@@ -30,7 +32,7 @@ def sample_seed(args):
     any."""
     if not args.sample:
         return None
-    seeds = [] if getattr(args, "random_heads", None) else getattr(args, "seed", None) or []
+    seeds = [] if args.random_heads else args.seed or []
     if len(seeds) > 1:
         raise InputError("--seed takes several numbers with --random-heads only")
     return seeds[0] if seeds else SAMPLE_SEED
@@ -38,7 +40,7 @@ def sample_seed(args):
 
 def for_planned(args, runs):
     """The options of the paper's runs of one checkpoint, which are in bfloat16 by default."""
-    args = Namespace(**vars(args))
+    args = copy(args)
     if runs[0].checkpoint:
         args.model = runs[0].checkpoint
     elif args.dtype == "auto":

@@ -52,7 +52,7 @@ def parse_args():
     options.add_prompt_arguments(p)
     p.add_argument("--seed", type=comma_list(number(int, 0)), help="of --sample (default: 1234)")
     p.add_argument("--batch-size", type=positive, help="questions at once (default: 8)")
-    p.set_defaults(max_new_tokens=None, min_new_tokens=None)
+    p.set_defaults(max_new_tokens=None, min_new_tokens=None, random_heads=None)
     args = p.parse_args()
     if args.questions:
         refuse_unused(args, {"data": "with --questions"})
