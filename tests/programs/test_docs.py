@@ -45,7 +45,7 @@ python -m heads.detect --questions | -m heads.detect --questions docs/office.csv
     --out TMP/questions.json
 python -m heads.detect --transformers | DETECT --out TMP/theirs.json --transformers
 python -m speed.drafts | -m speed.drafts --model miniature --task miniature --data TMP/open.jsonl \
-    --first 1 --new 8 --rounds 1
+    --limit 1 --max-new-tokens 8 --rounds 1
 python -m miniature.data | -m miniature.data --split conflict --n 3
 """
 DETECT = (
