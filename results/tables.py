@@ -309,9 +309,6 @@ def random():
         cells = [short(model)]
         for sampler, change in DRAWS.values():
             ranked, draws = draws_of(model, sampler, change)
-            if not len(draws):
-                cells += [""] * 4
-                continue
             gains = ranked - draws
             K, n = gains.shape
             spread = gains.mean(1).var(ddof=1) / K + gains.mean(0).var(ddof=1) / n
