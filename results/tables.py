@@ -205,7 +205,7 @@ def heading(model, n):
 
 def by_model(labels, column, models=MODELS):
     """A table with a column for each model. column(model): its heading, a cell for each label."""
-    return [list(row) for row in zip(["", *labels], *filter(None, map(column, models)))]
+    return [list(row) for row in zip(["", *labels], *map(column, models), strict=True)]
 
 
 def family(models, pairs, test, others=()):
@@ -329,8 +329,6 @@ def cad():
     def column(model):
         runs = runs_of(f"memory/choose/{model}")
         grid = [setup for kind, setup in runs if kind == FALSE and setup.startswith("cad.")]
-        if len(grid) < 12:
-            return None
         chosen, of_two = SETUPS[model]["chosen"], SETUPS[model]["CAD"]
         setups = "greedy", chosen, *grid
         values = [on_common_items([runs[kind, x][0] for x in setups]) for kind in (FALSE, TRUE)]
@@ -341,9 +339,10 @@ def cad():
         for setup in ("greedy", chosen, of_two, best):
             text = " / ".join(map(unsigned, shares[setup]))
             cells.append(text + f" ({setup.removeprefix('cad.')})" * (setup in grid))
-        return cells
+        return [*cells, str(len(grid))]
 
-    return by_model(["greedy", "chosen", "CAD, of two", "CAD, of twelve"], column)
+    labels = "greedy", "chosen", "CAD, the better of two", "CAD, the best of all", "of how many"
+    return by_model(labels, column)
 
 
 def listed():
