@@ -87,8 +87,7 @@ def main():
         with may_be_left_out(label, setup.method, args):
             answers[label] = answer(label, setup, prompts, model, amateur, tokenizer, args, width)
     if args.html:
-        answers = [(label, fitted[label], out) for label, out in answers.items()]
-        write_page(args.html, model, prompts, answers)
+        write_page(args.html, model, prompts, fitted, answers)
         print(f"wrote {args.html}", file=sys.stderr)
 
 
@@ -154,7 +153,7 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
     before = f"{label:>{width}}  " if width else ""
     are_read = bool(getattr(model, "known", None)) and not setup.mask_prompt
     method = setup.record(amateur)
-    lines, generations = [], []
+    generations = []
     seconds = 0
     on_page = args.html and setup.method.startswith("decore")
     for first in range(0, len(prompts), args.batch_size):
@@ -198,11 +197,10 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
             texts.complete(b, sources_below(line, tokenizer, width))
             if args.json:
                 print(json.dumps(line, ensure_ascii=False), flush=True)
-            lines.append(line)
         generations += out
-    report(label, lines, seconds, args, are_read)
+    report(label, generations, seconds, args, are_read)
     if setup.alpha is None and "alpha_rule" in METHODS[setup.method].options:
-        warn_of_alpha(label, [line["alphas"] for line in lines])
+        warn_of_alpha(label, generations)
     return generations
 
 
@@ -215,32 +213,33 @@ def json_object(prompt, g, text, setup, model):
     return line | {"model": model.name, "heads": []} | settings
 
 
-def report(name, lines, seconds, args, are_read):
+def report(name, generations, seconds, args, are_read):
     """Say on standard error how fast a method was, and how answers ended early.
 
     are_read: another method has read the prompts."""
-    n = sum(len(line["ids"]) for line in lines)
+    n = sum(len(g.ids) for g in generations)
     without = ", prompts already read" * are_read
     speed = f"{n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s{without}"
     print(f"{name}: {speed}", file=sys.stderr)
-    full = [x for x in lines if x["stop"] == "length" and len(x["ids"]) < args.max_new_tokens]
-    if full:
+    ends = [(g.stop, len(g.ids)) for g in generations]
+    if any(stop == "length" and n < args.max_new_tokens for stop, n in ends):
         print(f"{name}: an answer ended because the context is full", file=sys.stderr)
-    empty = [x for x in lines if x["stop"] == "eos" and len(x["ids"]) == 1]
+    empty = ends.count(("eos", 1))
     if empty:
         print(
-            f"{name}: {len(empty)} of {len(lines)} answers are empty, as their first token is an "
+            f"{name}: {empty} of {len(ends)} answers are empty, as their first token is an "
             "end id (--min-new-tokens 1 forbids it)",
             file=sys.stderr,
         )
 
 
-def warn_of_alpha(name, answers):
-    """Say on standard error if α stays high in an answer. answers: the α of each."""
-    # Not only before its first tokens.
-    high = [fmean(alphas) for alphas in answers if len(alphas) >= 6 and fmean(alphas) > HIGH]
+def warn_of_alpha(name, generations):
+    """Say on standard error if α stays high in an answer."""
+    means = [fmean(g.alphas) for g in generations if len(g.ids) >= 6]  # not only at its beginning
+    high = [mean for mean in means if mean > HIGH]
     if high:
-        where = f" in {len(high)} of {len(answers)} answers" * (len(answers) > 1)
+        n = len(generations)
+        where = f" in {len(high)} of {n} answers" * (n > 1)
         print(
             f"{name}: mean α {fmean(high):.1f}{where}; on small models this breaks words: "
             "--alpha-cap 0.5 limits it, docs/choosing.md says more",

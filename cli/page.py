@@ -6,28 +6,28 @@ import sys
 
 from runtime.errors import InputError
 from runtime.files import draft, named
-from runtime.page import answer_part, pieces, prompt_part, render
+from runtime.page import answer_part, pieces, prompt_part, template
 from tokenizer import join_parts
 
 LONGEST = 200  # characters of an option's value in the command
 
 
-def write_page(path, model, prompts, answers):
+def write_page(path, model, prompts, setups, answers):
     """Write each prompt and its answers, if this is the first rank.
 
-    answers: (label, setup, a `Generation` for each prompt) of each setup."""
+    setups: {label: its setup}. answers: {label: a `Generation` for each prompt}."""
     parts = []
-    for b, prompt in enumerate(prompts):
+    for b, (prompt, generations) in enumerate(zip(prompts, zip(*answers.values()))):
         title = f"[{b + 1}] {prompt.title}" if len(prompts) > 1 else ""
-        texts = answers[0][2][b].prompt
+        texts = generations[0].prompt
         outside = template_pieces(pieces(texts), contents_of(prompt.fields))
         prompt = prompt_part(texts, f"p{b}", title, outside)
         parts.append(prompt)
-        for i, (label, setup, generations) in enumerate(answers):
-            part = answer_part(f"g{i * len(prompts) + b}", generations[b], prompt)
-            parts.append(part | dict(title=label, details=details(setup)))
+        for i, (label, g) in enumerate(zip(answers, generations)):
+            part = answer_part(f"g{i * len(prompts) + b}", g, prompt)
+            parts.append(part | dict(title=label, details=details(setups[label])))
     if model.shard.rank == 0:
-        text = render(title=model.name, parts=parts, command=command(sys.argv[1:]))
+        text = template().render(title=model.name, parts=parts, command=command(sys.argv[1:]))
         write(path, text)
 
 

@@ -26,8 +26,9 @@ def score(model, prompt_ids, answer_ids, method, renormalise=True, mask_prompt=T
     The other arguments are those of `loglikelihoods`."""
     prompts, _ = checks.unpack(prompt_ids)
     answers, in_form_of_answers = checks.unpack_answers(answer_ids)
-    how = dict(renormalise=renormalise, mask_prompt=mask_prompt)
-    [(sums, _)] = loglikelihoods(model, prompts, answers, [method], **how)
+    [(sums, _)] = loglikelihoods(
+        model, prompts, answers, [method], renormalise=renormalise, mask_prompt=mask_prompt
+    )
     return in_form_of_answers(sums)
 
 
@@ -69,12 +70,13 @@ def score_answers(decoding, prompts, answers, renormalise, tops, on_prompt):
     for b, (prompt, candidates) in enumerate(zip(prompts, answers)):
         for session, cache in zip(decoding.sessions, caches):
             session.cache = cache.select(torch.full([len(candidates)], b))
+        tokens = pad([prompt[-1:] + answer for answer in candidates], model.device)
         for k, method in enumerate(decoding.methods):
             if isinstance(method, AD):
-                read_answers(decoding.others[k], b, prompt[-1:], candidates)
+                read_answers(decoding.others[k], b, tokens, candidates)
         # No more numbers at once than the two rows of one run have.
-        size = SCORED_AT_ONCE // (len(candidates) * max(1, len(caches) // 2))
-        passes = passes_of(prompt[-1:], candidates, max(1, size), model.device)
+        size = max(1, SCORED_AT_ONCE // (len(candidates) * max(1, len(caches) // 2)))
+        passes = zip(tokens[:, 1:].split(size, 1), tokens[:, :-1].split(size, 1))
         scored = read_passes(decoding, passes, renormalise, tops)
         for (sums, greedy), (values, chosen) in zip(results, scored):
             sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, candidates)])
@@ -86,23 +88,16 @@ def score_answers(decoding, prompts, answers, renormalise, tops, on_prompt):
 
 
 def read_passes(decoding, passes, renormalise, tops):
-    """For each method two lists of A lists: the `token_scores` of A answers, up to the longest."""
+    """For each method two lists of A lists: the `token_scores` of A answers, up to the longest.
+
+    passes: (tokens of the answers, the token before each), [A, t] both."""
     parts = [[] for _ in decoding.methods]
-    for ids, tokens in passes:
-        for k, step in enumerate(decoding.steps(tokens)):
+    for ids, before in passes:
+        for k, step in enumerate(decoding.steps(before)):
             checks.check_not_nan(step.alpha.sum().item(), step.entropy.sum().item())
             normalise = renormalise and not isinstance(decoding.methods[k], AD)
             parts[k].append(token_scores(step, ids, normalise, tops[k]))
     return [[torch.cat(x, 1).tolist() for x in zip(*of_method)] for of_method in parts]
-
-
-def passes_of(last, answers, size, device):
-    """Pairs (tokens of A answers, the tokens before each), [A, t] both, with t at most `size`.
-
-    last: the prompt's last token, a list of one."""
-    ids = pad(answers, device)  # [A, T]
-    before = pad([last + answer[:-1] for answer in answers], device)
-    return zip(ids.split(size, 1), before.split(size, 1))
 
 
 def token_scores(result, ids, renormalise, top):
@@ -116,13 +111,12 @@ def token_scores(result, ids, renormalise, top):
     return scores.gather(-1, ids[..., None])[..., 0], chosen
 
 
-def read_answers(decoding, b, last, answers):
+def read_answers(decoding, b, tokens, answers):
     """Set AD's spread to that over the positions of prompt b and of each of its A answers.
 
-    decoding: an `ADDecoding`. last: the prompt's last token, a list of one."""
+    decoding: an `ADDecoding`. tokens: the prompt's last one and the answer's, [A, 1 + T]."""
     [session] = decoding.sessions
     model = session.model
-    tokens = pad([last + answer for answer in answers], model.device)
     cache = session.cache.select(slice(None))  # the same texts, whose slots stay unused
     _, [x] = model.read_layers(tokens, [decoding.method.info_layer], cache)  # [1, A, 1 + T, D]
     texts = [x[0, a, 1 : 1 + len(answer)] for a, answer in enumerate(answers)]

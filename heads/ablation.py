@@ -39,8 +39,9 @@ def ablate_batch(model, tokenizer, prompts, needles, facts, sets, on_step=None):
 
     def run(heads):
         copy = cache.select(slice(None))  # answers write to it
-        how = dict(cache=copy, heads=heads, on_step=on_step)
-        answered = answer_runs(model, tokenizer, prompts, needles, facts, **how)
+        answered = answer_runs(
+            model, tokenizer, prompts, needles, facts, cache=copy, heads=heads, on_step=on_step
+        )
         return [record for record, _ in answered]
 
     records = [record | {"masked": {}} for record in run(())]

@@ -41,12 +41,11 @@ def run_all(model, prompts, facts, path, run, min_success):
     if none of the first answers is right, unless min_success is 0."""
     rank, size = model.shard.rank, facts["batch_size"]
     records = model.shard.broadcast(None if rank else stored_runs(path, facts, prompts))
-    counts = dict(total=len(prompts), initial=len(records), unit="run")
     lengths = [len(ids) for ids, _ in prompts]
     start = time.monotonic()
     first = len(records)
-    with Bar(**counts, disable=rank > 0) as bar:
-        for i in range(len(records), len(prompts), size):
+    with Bar(total=len(prompts), initial=first, unit="run", disable=rank > 0) as bar:
+        for i in range(first, len(prompts), size):
             if i - size < EARLY <= i:
                 if min_success and not any(record["right"] for record in records):
                     raise InputError(f"{summary(records)}; --min-success 0 goes on")
@@ -72,9 +71,7 @@ def stored_runs(path, facts, prompts):
     a line that is not the run of its prompt."""
     if not path.exists():
         path.touch()
-    stored = stored_facts(path)
-    if stored is None:
-        stored = facts
+    stored = stored_facts(path) or facts
     other = sorted(name for name in stored | facts if stored.get(name) != facts.get(name))
     if other:
         raise InputError(f"{path} holds runs with another {', '.join(other)}; {REMEDY}")
@@ -121,8 +118,7 @@ def run_batch(model, tokenizer, prompts, needles, facts, on_step=None):
     ids = [ids for ids, _ in prompts]
     cache = prefilled(model, ids, capacity)
     of_effect = effects(model, ids, in_prompts, cache=cache)
-    how = dict(cache=cache, on_step=on_step)
-    answered = answer_runs(model, tokenizer, prompts, needles, facts, **how)
+    answered = answer_runs(model, tokenizer, prompts, needles, facts, cache=cache, on_step=on_step)
     records = []
     for prompt, (record, answer), effect in zip(ids, answered, of_effect):
         measured = head_scores(answer, prompt, record["span"], facts["published"])

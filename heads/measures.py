@@ -178,15 +178,13 @@ def effects(model, prompts, answers, memories=None, cache=None):
     if not texts:
         return none
     head_mask.requires_grad_()
-    places, ids, signs = zip(*texts)
-    cache = cache or prefilled(model, prompts, max(map(len, ids)))
-    places = torch.tensor(places, device=model.device)
-    before = pad([[*prompts[b][-1:], *text[:-1]] for b, text, _ in texts], model.device)
-    logits = model(before, cache.select(places), head_mask[places][None])[0]
-    log_p = logits.log_softmax(-1).gather(-1, pad(ids, model.device)[..., None])[..., 0]
-    lengths = torch.tensor([[len(text)] for text in ids], device=model.device)
-    inside = torch.arange(log_p.shape[1], device=model.device) < lengths
-    d = (log_p * inside).sum(-1) @ torch.tensor(signs).to(log_p)
+    cache = cache or prefilled(model, prompts, max(len(ids) for _, ids, _ in texts))
+    places = torch.tensor([b for b, _, _ in texts], device=model.device)
+    tokens = pad([[*prompts[b][-1:], *ids] for b, ids, _ in texts], model.device)
+    logits = model(tokens[:, :-1], cache.select(places), head_mask[places][None])[0]
+    log_p = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    signs = pad([[sign] * len(ids) for _, ids, sign in texts], model.device)  # 0 after an answer
+    d = (log_p * signs).sum()
     if not d.requires_grad:
         return none
     # Every rank computes d; backward, their sum is what is differentiated.

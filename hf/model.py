@@ -141,7 +141,8 @@ class HFModel(nn.Module):
 
     def read_attention(self, ids, cache, head_mask=None, mask_on="output"):
         """As `Transformer.read_attention`."""
-        out = self.run_hf(cache.inputs(ids), head_mask, mask_on, output_attentions=True)
+        with eager(self.decoder):
+            out = self.run_hf(cache.inputs(ids), head_mask, mask_on, output_attentions=True)
         logits = self.clean(out.logits).unflatten(0, (cache.rows, -1))
         return logits, [*self.by_position(out.attentions, cache)]
 
@@ -155,8 +156,14 @@ class HFModel(nn.Module):
 
     def read_layers(self, ids, layers, cache=None):
         """As `Transformer.read_layers`, of one row."""
+        if not self.has_exits:
+            raise InputError(
+                f"{self.name} ({self.config.model_type}): "
+                "the layers cannot be read, as dola and ad do"
+            )
         inputs = cache.inputs(ids) if cache else dict(input_ids=ids, use_cache=False)
-        states = self.hidden_states(self.run_hf(inputs, output_hidden_states=True))
+        out = self.run_hf(inputs, output_hidden_states=True)
+        states = [x[None].to(self.device) for x in out.hidden_states]  # L + 1, the last one normed
         return states[-1], [states[layer] for layer in layers]
 
     def logits(self, x):
@@ -186,16 +193,13 @@ class HFModel(nn.Module):
             raise InputError(problem)
         return HFCache(self, lengths, rows)
 
-    def run_hf(self, inputs, head_mask=None, mask_on="output", output_attentions=False, **options):
+    def run_hf(self, inputs, head_mask=None, mask_on="output", **options):
         """A pass of transformers over R·B texts, with a gradient if the head mask requires one. Its
         changes of the model are undone afterwards."""
         has_gradient = head_mask is not None and head_mask.requires_grad
         forget_lengths(self.hf)
         with ExitStack() as changes:
             changes.enter_context(torch.set_grad_enabled(has_gradient))
-            if output_attentions:
-                changes.enter_context(eager(self.decoder))
-                options["output_attentions"] = True
             if head_mask is not None:
                 check_head_mask(head_mask, self)
                 with naming(self.name):
@@ -206,15 +210,6 @@ class HFModel(nn.Module):
     def clean(self, logits):
         """Float32 logits [..., V]. Transformers pads the vocabulary of some heads."""
         return logits[..., : self.config.vocab_size].to(self.device).float()
-
-    def hidden_states(self, out):
-        """L + 1 of [1, B, T, D]: the embeddings and each layer's output; the last one is normed."""
-        if not self.has_exits:
-            raise InputError(
-                f"{self.name} ({self.config.model_type}): "
-                "the layers cannot be read, as dola and ad do"
-            )
-        return [x[None].to(self.device) for x in out.hidden_states]
 
     def by_position(self, attentions, cache):
         """Yield the attention of each layer, [R, B, T, H, C], keys at their positions.

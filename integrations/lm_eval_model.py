@@ -83,9 +83,8 @@ class HarnessModel(TemplateLM):
             context = self.shorten(context, self.max_length + 1 - len(answer))
             groups.setdefault(tuple(context), {})[i] = answer
         for context, answers in tqdm(groups.items(), desc="contexts", disable=disable_tqdm):
-            texts = self.model, [context], [list(answers.values())]
             [([sums], [greedy])] = scoring.loglikelihoods(
-                *texts, [self.method], renormalise=self.renormalise
+                self.model, [context], [[*answers.values()]], [self.method], self.renormalise
             )
             out |= zip(answers, zip(sums, greedy))
         return [out[i] for i in range(len(requests))]
@@ -109,8 +108,15 @@ class HarnessModel(TemplateLM):
         batches = list(groups.get_batched(n=self.batch_size))
         for batch in tqdm(batches, desc="batches", disable=disable_tqdm):
             ids, [(stop, limit), *_] = zip(*batch)
-            how = dict(max_new_tokens=limit, eos_ids=self.tokenizer.eos_ids, stop=stop)
-            answers = generate(self.model, ids, self.method, tokenizer=self.tokenizer, **how)
+            answers = generate(
+                self.model,
+                ids,
+                self.method,
+                max_new_tokens=limit,
+                eos_ids=self.tokenizer.eos_ids,
+                tokenizer=self.tokenizer,
+                stop=stop,
+            )
             out += [answer.text for answer in answers]
         return groups.get_original(out)
 

@@ -6,17 +6,22 @@ strongest; pointing at a token of the prompt marks what was copied from it. `pag
 the page as if you pointed at the title of the second answer, #g1t0 at its first token."""
 
 import html
+from functools import cache
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
 from jinja2 import Template
 
-TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-# (title=…, parts=[…], command=…) → the page as a text
-render = Template(TEMPLATE, autoescape=True, trim_blocks=True).render
 STYLE = "width: 100%; height: 36rem; border: 0; resize: vertical"
 FRAME = f'<iframe srcdoc="{{}}" style="{STYLE}"></iframe>'
+
+
+@cache
+def template():
+    """page.html. Its `render` makes (title=…, parts=[…], command=…) a text."""
+    text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    return Template(text, autoescape=True, trim_blocks=True)
 
 
 class Page(str):
@@ -31,7 +36,7 @@ def page(answers, title=""):
     parts = [prompt_part(next(iter(answers.values())).prompt)]
     for i, (label, answer) in enumerate(answers.items()):
         parts.append(answer_part(f"g{i}", answer, parts[0]) | dict(title=label))
-    return Page(render(title=title, parts=parts))
+    return Page(template().render(title=title, parts=parts))
 
 
 def prompt_part(texts, name="p0", title="", template=()):

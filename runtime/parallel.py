@@ -66,7 +66,9 @@ class Shard:
         if self.size == 1:
             return x
         if x.requires_grad:
-            return Gathered.apply(x, self)
+            parts = [torch.zeros_like(x)] * self.size
+            parts[self.rank] = x
+            return self.all_reduce(torch.cat(parts, -1))
         parts = list(x.new_empty(self.size, *x.shape))
         call(dist.all_gather, parts, x.contiguous(), group=self.group)
         return torch.cat(parts, -1)
@@ -79,11 +81,9 @@ class Shard:
         return values[0]
 
 
-# Backward, each rank gets the gradient of the sum over the ranks of what each of them computes.
-
-
 class Reduced(torch.autograd.Function):
-    """`Shard.all_reduce` with a gradient."""
+    """`Shard.all_reduce` with a gradient: on each rank that of the sum of what all of them
+    compute."""
 
     @staticmethod
     def forward(ctx, x, shard):
@@ -93,20 +93,6 @@ class Reduced(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return ctx.shard.all_reduce(gradient.clone()), None
-
-
-class Gathered(torch.autograd.Function):
-    """`Shard.all_gather` with a gradient."""
-
-    @staticmethod
-    def forward(ctx, x, shard):
-        ctx.shard = shard
-        return shard.all_gather(x.detach())
-
-    @staticmethod
-    def backward(ctx, gradient):
-        shard = ctx.shard
-        return shard.all_reduce(gradient.clone()).chunk(shard.size, -1)[shard.rank], None
 
 
 class Ranks:
@@ -148,7 +134,7 @@ class Ranks:
         lists = [work()] * self.world.size
         if self.world.size > 1:
             call(dist.all_gather_object, lists, lists[0], group=self.world.group)
-        return [line for lines in lists[:: self.tp] for line in lines]
+        return sum(lists[:: self.tp], [])
 
 
 def rank_device(device):

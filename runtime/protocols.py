@@ -1,4 +1,4 @@
-"""What a model and a method must offer. B prompts   R rows   T tokens   V vocabulary   D width"""
+"""What a model must offer. B prompts   R rows   T tokens   V vocabulary   D width"""
 
 from typing import Protocol
 
@@ -31,17 +31,3 @@ class Model(Protocol):
     def logits(self, x): ...  # of hidden states → [R, B, T, V]
     def unembedding(self, ids): ...
     def output_projections(self): ...
-
-
-class Method(Protocol):
-    """A record, as those of decore.py and decoders/baselines.py. `runtime.checks.Checked` has its
-    checks. If it has an `amateur`, that is a model too; one of several methods has `methods`."""
-
-    def check(self, model): ...  # InputError if it does not fit a model, or its facts
-    def start(self, model, prompts, capacity): ...  # read prompts → a Decoding
-
-
-class Decoding(Protocol):
-    sessions: list  # each has the `model` and the `cache` of a pass
-
-    def step(self, tokens): ...  # append [B, T], first the prompts' last tokens → a decore.Step

@@ -140,7 +140,7 @@ def test_what_a_chat_template_adds_is_set_apart_from_the_text_of_the_prompt(fiel
     contents = program_page.contents_of(fields)
     assert program_page.template_pieces(texts, contents) == {*outside}
     part = dict(name="p0", pieces=texts, template={0})
-    text = page.render(title="x", command="c", parts=[part])
+    text = page.template().render(title="x", command="c", parts=[part])
     assert re.findall(r'class="s( role)?" id="p0s(\d)"', text)[:2] == [(" role", "0"), ("", "1")]
     assert "Small and grey" in text
 

@@ -1,4 +1,4 @@
-"""Models, methods and what their `start` gives have the members of runtime/protocols.py."""
+"""Models have the members of runtime/protocols.py; what methods start has passes and a step."""
 
 from inspect import isfunction, signature
 
@@ -7,27 +7,28 @@ import torch
 from decoders.baselines import AD, CD, DoLa
 from decoders.sweep import SideBySide
 from decore import DeCoRe, Greedy
-from runtime.protocols import Decoding, Method, Model
+from runtime.protocols import Model
 
 
-def check(thing, protocol):
-    """Each member is there; functions have the parameters of the protocol first."""
-    for name in protocol.__annotations__:
-        assert hasattr(thing, name), name
-    for name, function in vars(protocol).items():
+def test_both_engines_have_the_members_of_the_protocol(llama, engine):
+    """Functions have its parameters first."""
+    model = engine.load(llama.checkpoint.folder)
+    for name in Model.__annotations__:
+        assert hasattr(model, name), name
+    for name, function in vars(Model).items():
         if isfunction(function) and not name.startswith("_"):
             _, *expected = signature(function).parameters
-            parameters = list(signature(getattr(thing, name)).parameters)
+            parameters = list(signature(getattr(model, name)).parameters)
             assert parameters[: len(expected)] == expected, name
 
 
-def test_both_engines_methods_and_decodings_have_the_members_of_their_protocols(llama, engine):
+def test_methods_start_decodings_whose_sessions_have_a_model_and_a_cache(llama, engine):
     model = engine.load(llama.checkpoint.folder)
-    check(model, Model)
     methods = [Greedy(), DeCoRe([(0, 1)]), CD(model), DoLa(), AD(1)]
-    for method in methods:
-        check(method, Method)
+    for method in *methods, SideBySide(tuple(methods)):
+        prompts = [[5, 6]] * len(getattr(method, "methods", [method]))
         with torch.inference_mode():
-            check(method.start(model, [[5, 6]], 2), Decoding)
-    together = SideBySide(tuple(methods))
-    check(together.start(model, [[5, 6]] * len(methods), 2), Decoding)
+            decoding = method.start(model, prompts, 2)
+            step = decoding.step(torch.full((len(prompts), 1), 6))
+        assert all(session.model is model and session.cache for session in decoding.sessions)
+        assert step.scores.shape == (len(prompts), 1, model.config.vocab_size)
