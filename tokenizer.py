@@ -4,7 +4,7 @@ import json
 import re
 from contextlib import suppress
 from datetime import datetime
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 from jinja2 import nodes
 from jinja2.ext import Extension
@@ -121,12 +121,8 @@ class Tokenizer:
                     " it to the tokenizer's class; add it there (null: an empty text)"
                 )
 
-    def fill(self, messages, generation_prompt=True, template_args=None, today=None, as_parts=None):
-        """The text of the chat template, which writes the messages as they are.
-
-        as_parts: give it each content as a list of parts; None: if it reads no others."""
-        if self.reads_parts if as_parts is None else as_parts:
-            messages = [in_parts(message) for message in messages]
+    def fill(self, messages, generation_prompt=True, template_args=None, today=None):
+        """The text of the chat template, which writes the messages as they are."""
         variables = dict(
             messages=messages,
             add_generation_prompt=generation_prompt,
@@ -157,24 +153,12 @@ class Tokenizer:
             )
         return text
 
-    def omits(self, messages, i, template_args=None, as_parts=None):
+    def omits(self, messages, i, template_args=None):
         """Whether the chat template writes the same for another text of message i."""
         other = "x" * (len(str(messages[i]["content"])) + 1)
         others = [*messages[:i], messages[i] | {"content": other}, *messages[i + 1 :]]
-        texts = [
-            self.fill(chat, template_args=template_args, as_parts=as_parts)
-            for chat in (messages, others)
-        ]
-        return texts[0] == texts[1]
-
-    @cached_property
-    def reads_parts(self):
-        """Whether the chat template reads only contents that are lists of parts, as Idefics3's."""
-        for as_parts in False, True:
-            with suppress(ValueError):
-                if not self.omits([dict(role="user", content="text")], 0, as_parts=as_parts):
-                    return as_parts
-        return False
+        text = self.fill(messages, template_args=template_args)
+        return text == self.fill(others, template_args=template_args)
 
     @cached_property
     def has_system_turn(self):
@@ -281,11 +265,6 @@ def shape_of(messages, template_args):
     return repr((shapes, template_args))
 
 
-def in_parts(message):
-    """The message, with its text as a list of one part."""
-    return message | {"content": [{"type": "text", "text": message.get("content") or ""}]}
-
-
 def join_system(messages):
     """The messages, with the system's text and an empty line in front of the first user's text."""
     system, user, *rest = messages
@@ -300,16 +279,10 @@ def compile_template(text):
     def raise_exception(message):
         raise InputError(message)
 
-    # Jinja's own escapes HTML.
-    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(
-            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
-    jinja.filters["tojson"] = tojson
+    jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     jinja.globals["raise_exception"] = raise_exception
     return jinja.from_string(text)
 
@@ -332,13 +305,13 @@ def read_chat_template(checkpoint):
         path = checkpoint.folder / file
         if path.exists():
             return read_text(path)
-    text = checkpoint.read("tokenizer_config.json").get("chat_template")
-    for named in text if isinstance(text, list) else ():
-        if isinstance(named, dict) and named.get("name") == "default":
-            text = named.get("template")
+    text = checkpoint.read("tokenizer_config.json").get("chat_template") or ""
+    if isinstance(text, list):
+        text = {
+            named.get("name"): named.get("template") for named in text if isinstance(named, dict)
+        }
     if isinstance(text, dict):
-        text = text.get("default", text)
-    text = text or ""
+        text = text.get("default")
     if not isinstance(text, str):
         raise InputError(
             f"{checkpoint.folder}/tokenizer_config.json: chat_template must be a text, "

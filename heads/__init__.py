@@ -9,19 +9,19 @@ import random
 import warnings
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
 from heads.reader import (
     FOLDER,  # noqa: F401
     MEASURES,  # noqa: F401
+    best_heads,
     find_file,
     head_file,
     head_files,
     listed_heads,
     plain_name,
-    rank,
     read_head_file,
     usual_number,
 )
@@ -37,21 +37,10 @@ def load_heads(model, n=None, name=None, measure="copy"):
     of another model with a file here; by default that of this model. measure: see MEASURES. Equal
     scores keep the order of the file. InputError if the file does not fit the model. Warns if it
     was made for a model of another name: fine-tuned models often use the heads of their base."""
-    path, names = find_heads(model, name)
-    return ranked(model, path or find_file(model.name), names, n, measure)
-
-
-def ranked(model, path, names, n=None, measure="copy"):
-    """`load_heads` of the file and the names that `find_heads` found."""
     c = model.config
-    content = read_head_file(path)
-    heads = rank(content, path, c.n_layers, c.n_heads, n, measure)
-    made_for = content.get("model")
-    if made_for and plain_name(made_for) not in map(plain_name, names):
-        warnings.warn(
-            f"{path} holds the heads of {made_for}, but the model is {model.name}", stacklevel=3
-        )
-    return heads
+    path, names = find_heads(model, name)
+    path = path or find_file(model.name)  # which says what is known
+    return best_heads(path, c.n_layers, c.n_heads, n, measure, names)
 
 
 def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy"):
@@ -75,13 +64,13 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
     if draw == "published":
         return published_random_heads(n, c.n_layers, c.n_heads, seed), None
     path, names = find_heads(model, name)
+    rank = partial(best_heads, n_layers=c.n_layers, n_heads=c.n_heads, measure=measure, names=names)
     if not draw:
-        path = path or find_file(model.name)  # which says what is known
-    if path and draw:
-        best = n if draw == "others" else 100
-        return random_heads(ranked(model, path, names, None, measure), n, seed, best), path
+        path = path or find_file(model.name)
+        return rank(path, n=n), path
     if path:
-        return ranked(model, path, names, n, measure), path
+        best = n if draw == "others" else 100
+        return random_heads(rank(path), n, seed, best), path
     warnings.warn(
         f"no head scores are known for {model.name}: random heads are drawn from all heads, "
         "retrieval heads included",

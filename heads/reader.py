@@ -7,6 +7,7 @@ by itself: a published folder of integrations/ holds a copy, beside the head fil
 import json
 import os
 import re
+import warnings
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
@@ -28,16 +29,13 @@ def usual_number(n_layers, n_heads):
     return min(10, max(1, n_layers * n_heads // 8))
 
 
-def best_heads(path, n_layers, n_heads, n=None, measure="copy"):
+def best_heads(path, n_layers, n_heads, n=None, measure="copy", names=()):
     """The n best heads of a head file as (layer, head), best first. n: None for all.
 
     Equal scores keep the order of the file. HeadFileError if it is damaged, lacks the measure, or
-    does not fit a model of n_layers layers of n_heads heads."""
-    return rank(read_head_file(path), path, n_layers, n_heads, n, measure)
-
-
-def rank(content, path, n_layers, n_heads, n=None, measure="copy"):
-    """`best_heads` of what `read_head_file` read."""
+    does not fit a model of n_layers layers of n_heads heads. names: of the model; a warning if the
+    file was made for a model of another name."""
+    content = read_head_file(path)
     scores = scores_of(content, path, measure)
     if scores.keys() != set(product(range(n_layers), range(n_heads))):
         raise HeadFileError(
@@ -46,6 +44,11 @@ def rank(content, path, n_layers, n_heads, n=None, measure="copy"):
         )
     if n is not None and n not in range(len(scores) + 1):
         raise HeadFileError(f"{n} heads are too many: {path} has {len(scores)}")
+    made_for = content.get("model")
+    if names and made_for and plain_name(made_for) not in map(plain_name, names):
+        warnings.warn(
+            f"{path} holds the heads of {made_for}, but the model is {names[0]}", stacklevel=3
+        )
     return sorted(scores, key=scores.get, reverse=True)[:n]  # stable, also in reverse
 
 
