@@ -23,7 +23,7 @@ import json
 import sys
 from pathlib import Path
 
-from cli.entry import explain, run_program
+from cli.entry import continuing, explain, run_program
 from cli.options import did_you_mean, fit, full_names, say_measures, setups
 from paper import choose, fetch, judges, options, plan, report, rescore, scores, unpack
 from paper.benchmark import load_benchmark
@@ -89,6 +89,7 @@ def paper(argv):
         sweep(options.for_planned(args, selected), wanted, lenient=True)
 
 
+@continuing()
 def sweep(how, wanted, lenient=False):
     """Run tasks with setups, (task, setup, more fields of the header) each, in this order, those of
     one task together. Nothing is written before everything is checked.
@@ -110,11 +111,7 @@ def sweep(how, wanted, lenient=False):
     say_heads(runs, how)
     for task, of_task in itertools.groupby(runs, lambda run: run.bench.task):
         of_task = list(of_task)
-        try:
-            lines = run_benchmark(of_task, model, tokenizer, ranks)
-        except KeyboardInterrupt:
-            print("\nstopped; the same command continues", file=sys.stderr)
-            raise
+        lines = run_benchmark(of_task, model, tokenizer, ranks)
         for run, answers in zip(of_task, lines or []):
             answers = judges.judge(answers, run.path, task)
             values = scores.values_of(run.path, task, answers)
@@ -166,7 +163,6 @@ def fitting_runs(how, wanted, model, amateur, lenient):
     for task, setup, more in wanted:
         try:
             setup = fit(setup, how, model, amateur)
-            setup.record(amateur).check(model)
             fitted.append((task, setup, more))
         except ValueError as error:
             if not lenient:

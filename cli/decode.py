@@ -54,6 +54,23 @@ from heads.sources import find_sources
 from runtime.errors import InputError
 from runtime.ranks import rank_and_size
 
+PROMPTS = {  # option → (how it is parsed, its value, what it is)
+    "--prompt": (text_prompt, None, "may be repeated; without a prompt, standard input is one"),
+    "--prompt-file": (file_prompt, "FILE", "a file that is one prompt; - is standard input"),
+    "--messages": (
+        chat_prompt,
+        "FILE",
+        f'a JSON file that is a chat: {CHAT}, or {{"messages": […]}}; a last turn of the '
+        "assistant is continued",
+    ),
+    "--prompts": (
+        line_prompts,
+        "FILE.jsonl",
+        'a JSON object in each line, with "prompt" or "messages", "begin" if it has one, and '
+        '"without_context" for cad; --json gives back all of its fields',
+    ),
+    "--prompt-ids": (ids_prompt, "ID,…", "token ids separated by commas, used as they are"),
+}
 COMPARED = ("greedy", "masked")
 HIGH = 2.5  # a mean α, in nats: docs/choosing.md says which stored answers have a higher one
 # What --json says of an answer, besides the fields of its prompt.
@@ -120,9 +137,7 @@ def prepare(args, chosen, model, tokenizer, amateur):
     fitted = {}
     for setup, label in zip(unfitted, labels(unfitted)):
         with may_be_left_out(label, setup.method, args):
-            setup = fit(setup, args, model, amateur)
-            setup.record(amateur).check(model)
-            fitted[label] = setup
+            fitted[label] = fit(setup, args, model, amateur)
     say_measures(fitted.values(), args)
     if "cad" in chosen:
         without = without_context(objects, texts)
@@ -209,8 +224,7 @@ def json_object(prompt, g, text, setup, model):
     line = {"index": prompt.index} | prompt.fields
     line |= dict(prompt_ids=prompt.ids, ids=g.ids, text=text)
     line |= dict(alphas=g.alphas, entropies=g.entropies, stop=g.stop)
-    settings = {name: value for name, value in setup.header().items() if value is not None}
-    return line | {"model": model.name, "heads": []} | settings
+    return line | {"model": model.name, "heads": []} | setup.stated()
 
 
 def report(name, generations, seconds, args, are_read):
@@ -258,43 +272,16 @@ def make_parser():
     )
     add_model_arguments(p.add_argument_group("model"))
     add = p.add_argument_group("prompt").add_argument
-    prompts = dict(action="extend", default=[], dest="prompts")
-    add(
-        "--prompt",
-        type=text_prompt,
-        **prompts,
-        help="may be repeated; without a prompt, standard input is one",
-    )
-    add(
-        "--prompt-file",
-        type=file_prompt,
-        metavar="FILE",
-        **prompts,
-        help="a file that is one prompt; - is standard input",
-    )
-    add(
-        "--messages",
-        type=chat_prompt,
-        metavar="FILE",
-        **prompts,
-        help=f'a JSON file that is a chat: {CHAT}, or {{"messages": […]}}; a last turn of the '
-        "assistant is continued",
-    )
-    add(
-        "--prompts",
-        type=line_prompts,
-        metavar="FILE.jsonl",
-        **prompts,
-        help='a JSON object in each line, with "prompt" or "messages", "begin" if it has one, and '
-        '"without_context" for cad; --json gives back all of its fields',
-    )
-    add(
-        "--prompt-ids",
-        type=ids_prompt,
-        metavar="ID,…",
-        **prompts,
-        help="token ids separated by commas, used as they are",
-    )
+    for option, (parse, metavar, text) in PROMPTS.items():
+        add(
+            option,
+            action="extend",
+            type=parse,
+            metavar=metavar,
+            default=[],
+            dest="prompts",
+            help=text,
+        )
     add(
         "--begin",
         metavar="TEXT",

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from cli import models
-from cli.entry import run_program
+from cli.entry import continuing, run_program
 from cli.options import (
     add_model_arguments,
     check_known,
@@ -228,6 +228,7 @@ def say_missing(content):
             print(f"{measure} is left out: {content['model']} {reason}", file=sys.stderr)
 
 
+@continuing("interrupted: the same command continues")
 def main():
     args = parse_args()
     runs = runs_file(args)
@@ -266,11 +267,7 @@ def main():
 
     min_success = 0 if args.masked else args.min_success
     with files.locked(runs) if model.shard.rank == 0 else nullcontext():
-        try:
-            records = run_all(model, prompts, facts, runs, run, min_success)
-        except KeyboardInterrupt:
-            print("\ninterrupted: the same command continues", file=sys.stderr)
-            raise
+        records = run_all(model, prompts, facts, runs, run, min_success)
         if model.shard.rank:
             return
         if not args.masked:

@@ -5,7 +5,7 @@ import sys
 import time
 import traceback
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from decoders.setup import flag
@@ -60,6 +60,16 @@ def run_program(main):
     if size > 1 and group():
         os._exit(2)  # the threads of a broken group may abort a normal exit
     return 2
+
+
+@contextmanager
+def continuing(words="stopped; the same command continues"):
+    """Says so on standard error after Ctrl-C in the block, or in a function that this decorates."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\n{words}", file=sys.stderr)
+        raise
 
 
 def group():

@@ -290,8 +290,8 @@ def labels(setups):
 
 
 def fit(setup, args, model, amateur=None):
-    """`Setup.fit` with the head scores that the command line names. model, amateur: or their
-    `Facts`."""
+    """`Setup.fit` with the head scores that the command line names. InputError if the method does
+    not fit the model. model, amateur: or their `Facts`."""
     options = METHODS[setup.method].options
     if "amateur" in options and amateur is None:
         raise InputError(
@@ -303,7 +303,9 @@ def fit(setup, args, model, amateur=None):
     source = getattr(args, option, None)
     if option in options and not setup.random_heads:
         check_known(masked, source, flag(option), name, args)
-    return setup.fit(model, amateur, source)
+    setup = setup.fit(model, amateur, source)
+    setup.record(amateur).check(model)
+    return setup
 
 
 def say_measures(fitted, args):

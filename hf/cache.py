@@ -56,9 +56,11 @@ class HFCache:
         )
         return {name: value for name, value in values.items() if name in self.model.arguments}
 
-    def prompt_keys(self):
-        """The keys of the prompts' tokens, if those are padded on the right, [B, P]."""
-        return (torch.arange(self.P, device=self.pad.device) + self.pad) % max(1, self.P)
+    def padded_right(self, x):
+        """Numbers of the keys, x [R·B, H, T, C], with the prompts padded on the right."""
+        keys = (torch.arange(self.P, device=self.pad.device) + self.pad) % max(1, self.P)  # [B, P]
+        keys = keys.to(x.device).repeat(self.rows, 1)[:, None, None].expand(*x.shape[:-1], -1)
+        return torch.cat([x[..., : self.P].gather(-1, keys), x[..., self.P :]], -1)
 
     def take_back(self, n):
         """As `Cache.take_back`."""
@@ -85,7 +87,6 @@ class HFCache:
         attention = self.model.attention
         if self.model.hf.get_output_embeddings().weight.is_meta:
             return None
-        keys_of_prompts = self.prompt_keys()[:, None, :, None]  # [B, 1, P, 1]
         found = []
         for layer, stored in enumerate(self.kv.layers):
             v = getattr(stored, "values", None)  # [B, G, C, K]
@@ -94,8 +95,7 @@ class HFCache:
                 return None
             if v.shape[-1] != a.width or a.heads % v.shape[1]:
                 return None
-            prompt = v.gather(2, keys_of_prompts.to(v.device).expand(-1, v.shape[1], -1, a.width))
-            found.append(torch.cat([prompt, v[:, :, self.P : n]], 2))
+            found.append(self.padded_right(v[:, :, :n].mT).mT.contiguous())
         return found if len(found) == len(attention) else None
 
     def select(self, texts):

@@ -217,18 +217,15 @@ class HFModel(nn.Module):
         to its last key."""
         attentions = [p for p in attentions if p is not None]
         present = dict(zip(self.attention, attentions, strict=True))
-        keys_of_prompts = cache.prompt_keys()[:, None, None]  # [B, 1, 1, P]
         T, keys = attentions[0].shape[2:]
         for layer in range(self.config.n_layers):
             out = torch.zeros(
-                cache.rows, len(keys_of_prompts), T, self.config.n_heads, keys, device=self.device
+                cache.rows, len(cache.lengths), T, self.config.n_heads, keys, device=self.device
             )
             out[..., -1] = 1
             if layer in present:
-                p = present[layer].to(out).unflatten(0, (cache.rows, -1))  # [R, B, H, T, C]
-                p = p.transpose(2, 3)  # [R, B, T, H, C]
-                prompt = p[..., : cache.P].gather(-1, keys_of_prompts.expand(*p.shape[:-1], -1))
-                out[..., : p.shape[3], :] = torch.cat([prompt, p[..., cache.P :]], -1)
+                p = cache.padded_right(present[layer]).unflatten(0, (cache.rows, -1))
+                out[..., : p.shape[2], :] = p.transpose(2, 3)  # [R, B, H, T, C] → [R, B, T, H, C]
             yield out
 
     def check(self, ids):

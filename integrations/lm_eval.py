@@ -60,7 +60,6 @@ def main():
     checkpoint, tokenizer, of_amateur = models.read_models(args)
     [setup] = setups(args, [name])
     setup = fit(setup, args, checkpoint, of_amateur)
-    setup.record(of_amateur).check(checkpoint)
     model, amateur = models.load_models(checkpoint, of_amateur, args)
     template_args = models.benchmark_template_args(tokenizer, args.template_args)
     renormalise = args.renormalise is None  # --no-renormalise is the only value
@@ -68,8 +67,7 @@ def main():
     run.model = HarnessModel(model, tokenizer, method, args.batch_size, renormalise, template_args)
     libraries = ["torch", "tokenizers", *["transformers"] * args.transformers]
     run.batch_size = args.batch_size
-    settings = {name: value for name, value in setup.header().items() if value is not None}
-    run.model_args = settings | {  # stored beside the results
+    run.model_args = setup.stated() | {  # stored beside the results
         "engine": "transformers" if args.transformers else "own",
         "versions": {name: version(name) for name in libraries},
         "pretrained": args.model,

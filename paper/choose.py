@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from cli.entry import continuing
 from cli.options import number, parser
 from paper.known import choose_rows
 from paper.report import stored
@@ -21,6 +22,7 @@ from runtime.errors import InputError
 from runtime.files import checkpoint_name
 from runtime.statistics import paired
 
+INTERRUPTED = 130  # status of a program after Ctrl-C
 ROOT = Path(__file__).parents[1]
 N_HEADS = "1,2,3,5,10"
 # The settings that are compared; heads are ranked by effect.
@@ -35,6 +37,7 @@ LEAST = 24  # known questions: a test of 12 shows a gain of 6 items without a lo
 SHOWN = 0.05
 
 
+@continuing()
 def main(argv):
     args, options = parse(argv)
     passages = {"conflict": args.data, "agreement": args.agreement}
@@ -128,9 +131,15 @@ def run(command, only_print=False):
     if command[0] == "evaluate.py":
         command = [str(ROOT / command[0]), *command[1:]]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, *command], env=os.environ | {"PYTHONPATH": paths})
-    if done.returncode:
-        raise SystemExit(done.returncode)
+    process = subprocess.Popen([sys.executable, *command], env=os.environ | {"PYTHONPATH": paths})
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        status = process.wait()  # Ctrl-C ends it too
+        if status != INTERRUPTED:  # else it has said that the command continues
+            raise
+    if status:
+        raise SystemExit(status)
 
 
 def shares(folder, passages):

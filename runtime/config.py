@@ -38,7 +38,7 @@ class Config:
         """Of the object in a config.json, read as transformers 5 does. InputError, that begins with
         its place, for missing or unsupported fields."""
         with located(place):
-            return cls(**read_fields(c))
+            return read_fields(c)
 
 
 # One of the values that this engine computes.
@@ -46,7 +46,7 @@ supported = partial(field, hint=" (HFModel, or --transformers, decodes with othe
 
 
 def read_fields(c):
-    """config.json → the fields of `Config`."""
+    """config.json → a `Config`."""
     model_type = supported(c, "model_type", [*FAMILIES])
     c = c | DEFAULTS | FAMILIES[model_type] | c  # an error names the file's fields first
     need = partial(field, c)
@@ -69,7 +69,7 @@ def read_fields(c):
     max_positions = need("max_position_embeddings", COUNT)
     rope_theta, rope_scaling = read_rope(c, max_positions)
     dtype = c.get("dtype") or c.get("torch_dtype")
-    return dict(
+    return Config(
         model_type=model_type,
         vocab_size=need("vocab_size", COUNT),
         d_model=d_model,

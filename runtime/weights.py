@@ -46,8 +46,8 @@ NAMES = {
 }
 
 
-def weight_table(model):
-    """{parameter: {name in the checkpoint: (shape, this rank's slices)}}."""
+def weight_table(model, spelling=str):
+    """{parameter: {name in the checkpoint: (shape, this rank's slices)}}. spelling: of names."""
     c = model.config
     K = c.head_dim
     part = model.shard.part
@@ -66,7 +66,8 @@ def weight_table(model):
         table[parameter] = {}
         for stored, letters in NAMES[name].items():
             shape, slices = zip(*(axes[letter] for letter in letters))
-            table[parameter][f"model.{layer}{stored}" if layer else stored] = shape, slices
+            full_name = f"model.{layer}{stored}" if layer else stored
+            table[parameter][spelling(full_name)] = shape, slices
     return table
 
 
@@ -83,9 +84,7 @@ def load_weights(model, checkpoint, device):
     """Fills the parameters from safetensors. InputError for missing, unused or odd tensors."""
     files = checkpoint.tensors
     stored = partial(stored_name, files=files)
-    table = weight_table(model)
-    for parameter, pieces in table.items():
-        table[parameter] = {stored(name): x for name, x in pieces.items()}
+    table = weight_table(model, stored)
     tied = model.config.tied_embeddings
     [(embedding, place)] = table["embed.weight"].items()
     head = stored(HEAD)

@@ -14,7 +14,7 @@ import copy
 import inspect
 import math
 import re
-from functools import wraps
+from functools import partial, wraps
 from itertools import product
 from pathlib import Path
 
@@ -94,10 +94,14 @@ def generate(
     H of the base model (for masked, of the masked one) in nats: [B, new tokens] each, float32."""
     check_name(method, "method", METHODS)
     check_name(measure, "measure", MEASURES)
-    for name, value in (("mask", mask), ("alpha_rule", alpha_rule)):
-        check_name(value, name, KNOWN[name])
-    options = dict(alpha=alpha, alpha_rule=None if alpha_rule == "entropy" else alpha_rule)
-    options |= dict(alpha_cap=alpha_cap, scale_alpha=scale_alpha or None)
+    check_name(mask, "mask", KNOWN["mask"])
+    check_name(alpha_rule, "alpha_rule", KNOWN["alpha_rule"])
+    options = dict(
+        alpha=alpha,
+        alpha_rule=None if alpha_rule == "entropy" else alpha_rule,
+        alpha_cap=alpha_cap,
+        scale_alpha=scale_alpha or None,
+    )
     check_options(method, options)
     if arguments.get("use_cache") is None:  # whatever the configuration says
         arguments["use_cache"] = True
@@ -110,10 +114,7 @@ def generate(
     head_mask = torch.ones(2, n_layers, n_heads, device=device_of(model))
     for layer, head in choose_heads(model, head_mask, heads, num_heads, measure):
         head_mask[1, layer, head] = 0
-
-    def exponent(base, masked):
-        return contrast(base, masked, method, **options)
-
+    exponent = partial(contrast, method=method, **options)
     masking = find_projections(attentions, head_mask, mask), head_mask, mask
     rows = TwoRows(model, masking, exponent, config)
     try:

@@ -427,9 +427,10 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(
     err = refused(program.main, f"{SHORT} --out {path}")
     assert f"--out {path} exists, and its runs" in err
     assert read_json(path) == content
-    monkeypatch.setattr(program, "run_batch", Mock(side_effect=KeyboardInterrupt))
-    status, _, err = call(program.main, f"{SHORT} --out {tmp_path}/other.json")
-    assert status == 130 and "the same command continues" in err
+    for place in "run_batch", "models.load_model":
+        monkeypatch.setattr(f"cli.detect.{place}", Mock(side_effect=KeyboardInterrupt))
+        status, _, err = call(program.main, f"{SHORT} --out {tmp_path}/other.json")
+        assert status == 130 and "the same command continues" in err
 
 
 def test_the_bundled_file_s_texts_are_the_miniature_s_and_the_first_twenty_answers_are_counted(

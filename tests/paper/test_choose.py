@@ -6,7 +6,7 @@ from runpy import run_module
 
 import pytest
 
-from cli.entry import run_program
+from cli.entry import continuing, run_program
 from miniature.data import make_split
 from paper import choose
 from runtime.errors import InputError
@@ -54,6 +54,19 @@ def options(tmp_path, monkeypatch):
     paths = f"--data {tmp_path}/conflict.jsonl --agreement {tmp_path}/agreement.jsonl"
     options = f"{paths} --model miniature --template {template} --max-new-tokens 6"
     return [*options.split(), "--out", str(tmp_path / "runs")]
+
+
+@pytest.mark.parametrize("end", ["os._exit(130)", "os.kill(os.getpid(), 9)"])
+def test_ctrl_c_lets_the_command_that_runs_end_and_is_explained_once(end, capfd, tmp_path):
+    """A command that ends with status 130 has explained it."""
+    late = tmp_path / "late"  # `subprocess.run` would kill the command before
+    code = "import os, pathlib, time; os.kill(os.getppid(), 2); time.sleep(1); "
+    code += f"pathlib.Path({str(late)!r}).touch(); {end}"
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as stopped, continuing():
+        choose.run(["-c", code])
+    explained = "the same command continues" in capfd.readouterr().err
+    assert late.exists() and explained == ("kill" in end)
+    assert explained or stopped.value.code == 130
 
 
 def test_choose_goes_from_conflicts_to_one_tested_setting_and_goes_on(options, capsys, tmp_path):

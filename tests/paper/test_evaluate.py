@@ -132,6 +132,8 @@ def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(
     path.write_bytes(raw[:first])
     status, _, err = start(*arguments)
     assert status == 130 and "stopped; the same command continues" in err
+    monkeypatch.setattr("cli.models.load_models", Mock(side_effect=KeyboardInterrupt))
+    assert "stopped; the same command continues" in start(*arguments)[2]
 
 
 def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(
