@@ -94,20 +94,21 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer with random weights; `Transformer.load` reads a checkpoint's. It
-    offers what runtime/protocols.py lists.
+    """A decoder-only transformer with random weights; `Transformer.load` reads a checkpoint's.
+    `hf.HFModel` has the same members, but for `run_layers` and `embedding`.
 
     Call the model itself for logits, `prefill` to store prompts in a cache, and `read_layers` for
     hidden states, which `logits` turns into logits. All three run their tokens by `run_layers`."""
 
-    checkpoint = None
+    checkpoint = None  # a runtime.checkpoint.Checkpoint, if the weights are from its files
     bos_id = None
-    eos_ids = ()
+    eos_ids = ()  # that end a text
     pad_ids = ()
     product = None  # of a CPU's linear layers, such as "packed", set by `load`: see runtime/pack.py
-    reads_one_text = False  # rows of a pass may read different tokens
+    reads_one_text = False  # all rows of a pass read the same tokens
     has_exits = True  # `read_layers` works
-    can_take_back = True  # tokens of a cache
+    can_take_back = True  # its caches can forget their last tokens
+    # (cache, tokens of each pass) → a context, in which prompts are read
     while_reading = staticmethod(lambda cache, passes: nullcontext())
 
     def __init__(self, config, shard=None, device="cpu", dtype=torch.float32):

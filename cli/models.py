@@ -19,7 +19,7 @@ class Facts(NamedTuple):
     checkpoint: Checkpoint
     config: object  # has n_layers, n_heads, vocab_size, max_positions, tied_embeddings
     tokenizer: object
-    has_exits = True  # until the model is loaded, see runtime/protocols.py
+    has_exits = True  # until the model is loaded, see `model.Transformer`
     name = property(lambda self: self.checkpoint.name)
 
 

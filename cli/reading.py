@@ -12,7 +12,7 @@ SHARE = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
 @contextmanager
 def reading_bar(model, cache, passes):
     """Shows a bar, which moves with each layer, if the model reads prompts for longer than DELAY.
-    As `while_reading` of runtime/protocols.py, with the model."""
+    As `Transformer.while_reading`, with the model."""
     layers = model.output_projections()
     moves = (n for n in passes for _ in layers)
     bar = tqdm(

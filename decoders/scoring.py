@@ -19,59 +19,40 @@ from runtime import checks
 SCORED_AT_ONCE = 512  # answer tokens per pass
 
 
-def score(model, prompt_ids, answer_ids, method, renormalise=True, mask_prompt=True):
+def score(model, prompt_ids, answer_ids, method, renormalise=True):
     """Log-probability of an answer after a prompt, in nats, summed over its tokens; of several
     answers, a list. Several prompts with a list of answers each → a list of lists.
 
-    The other arguments are those of `loglikelihoods`."""
+    method, renormalise: as in `loglikelihoods`."""
     prompts, _ = checks.unpack(prompt_ids)
     answers, in_form_of_answers = checks.unpack_answers(answer_ids)
-    [(sums, _)] = loglikelihoods(
-        model, prompts, answers, [method], renormalise=renormalise, mask_prompt=mask_prompt
-    )
+    [(sums, _)] = loglikelihoods(model, prompts, answers, [method], renormalise)
     return in_form_of_answers(sums)
 
 
 @torch.inference_mode()
-def loglikelihoods(
-    model, prompts, answers, methods, renormalise=True, mask_prompt=True, on_prompt=None
-):
+def loglikelihoods(model, prompts, answers, methods, renormalise=True, on_prompt=None):
     """For each method two lists of B lists: the score of each answer, and whether greedy decoding
     gives it. Rows that several methods have are read once.
 
     The B prompts are one batch. prompts: B lists of ids. answers: B lists of lists of ids. methods:
     as in `generate`, but relative_top affects only whether greedy decoding gives an answer, and
     repetition_penalty nothing. renormalise: apply log-softmax to the contrasted scores, so that
-    they are log-probabilities; the scores of ad are never normalised again. mask_prompt: mask heads
-    at every position. on_prompt() is called after each prompt."""
+    they are log-probabilities; the scores of ad are never normalised again. on_prompt() is called
+    after each prompt."""
     tops = [getattr(method, "relative_top", 0) for method in methods]
-    methods = [for_scoring(method, mask_prompt) for method in methods]
+    methods = [for_scoring(method) for method in methods]
     prompts, answers = checks.parse_scoring(model, prompts, answers, methods)
     reads_last = any(isinstance(method, AD) for method in methods)  # tokens of answers
     capacity = max(map(len, sum(answers, []))) + reads_last
     decoding = SharedDecoding(methods, model, prompts, capacity, one_text=True)
-    return score_answers(decoding, prompts, answers, renormalise, tops, on_prompt)
-
-
-def for_scoring(method, mask_prompt):
-    """A method with the settings that it has when it scores."""
-    checks.check_record(method)
-    changes = dict(mask_prompt=mask_prompt, relative_top=0, repetition_penalty=1)
-    changes["dola_layers"] = getattr(method, "dola_layers", None) or "halves"
-    names = [field.name for field in fields(method)]
-    return replace(method, **{name: v for name, v in changes.items() if name in names})
-
-
-def score_answers(decoding, prompts, answers, renormalise, tops, on_prompt):
-    """The results of `loglikelihoods`. tops: the relative_top of each method."""
     caches = [session.cache for session in decoding.sessions]
-    model = decoding.sessions[0].model
-    results = [([], []) for _ in decoding.methods]
+    results = [([], []) for _ in methods]
     for b, (prompt, candidates) in enumerate(zip(prompts, answers)):
         for session, cache in zip(decoding.sessions, caches):
             session.cache = cache.select(torch.full([len(candidates)], b))
         tokens = pad([prompt[-1:] + answer for answer in candidates], model.device)
-        for k, method in enumerate(decoding.methods):
+        for k, method in enumerate(methods):
             if isinstance(method, AD):
                 read_answers(decoding.others[k], b, tokens, candidates)
         # No more numbers at once than the two rows of one run have.
@@ -85,6 +66,15 @@ def score_answers(decoding, prompts, answers, renormalise, tops, on_prompt):
         if on_prompt:
             on_prompt()
     return results
+
+
+def for_scoring(method):
+    """A method with the settings that it has when it scores."""
+    checks.check_record(method)
+    changes = dict(mask_prompt=True, relative_top=0, repetition_penalty=1)
+    changes["dola_layers"] = getattr(method, "dola_layers", None) or "halves"
+    names = [field.name for field in fields(method)]
+    return replace(method, **{name: v for name, v in changes.items() if name in names})
 
 
 def read_passes(decoding, passes, renormalise, tops):

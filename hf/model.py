@@ -47,7 +47,7 @@ from runtime.weights import WRAPPERS, check_tensor_names
 
 
 class HFModel(nn.Module):
-    """Offers what runtime/protocols.py lists, as `Transformer` does.
+    """Has the members of `model.Transformer`.
 
     hf: a causal language model, loaded by transformers; or one in torch.compile, which is then
     left out, or with adapters of PEFT. InputError if its heads cannot be masked. packs: replace the

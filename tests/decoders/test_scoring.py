@@ -15,17 +15,15 @@ METHODS = [Greedy(), Masked(HEADS), DeCoRe(HEADS, alpha=0.8), DeCoRe(HEADS)]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("changes", [{}, dict(renormalise=False), dict(mask_prompt=False)], ids=str)
+@pytest.mark.parametrize("changes", [{}, dict(renormalise=False)], ids=str)
 def test_scores_equal_the_numpy_version(model, method, changes):
-    """Heads are masked at every position, unless mask_prompt is False."""
+    """Heads are masked at every position."""
     prompt, answers = PROMPTS[1], [random_ids(n, seed=40 + n) for n in (4, 1, 7)]
     sums = score(model, prompt, answers, method, **changes)
-    mask_prompt = changes.get("mask_prompt", True)
     for answer, value in zip(answers, sums, strict=True):
         expected = 0.0
         base, masked = (
-            logits_of_steps(model, prompt, answer, heads, mask_prompt=mask_prompt)
-            for heads in ([], HEADS)
+            logits_of_steps(model, prompt, answer, heads, mask_prompt=True) for heads in ([], HEADS)
         )
         for i, token in enumerate(answer):
             scores = contrast(base[i], masked[i], method)[0]
