@@ -73,9 +73,8 @@ def sources_below(line, tokenizer, width):
     if "sources" not in line:
         return ""
     ids = line["ids"][:-1] if line["stop"] == "eos" else line["ids"]
-    word_of = {}  # position in the prompt → its word
-    for word, positions in words(tokenizer, line["prompt_ids"]):
-        word_of |= dict.fromkeys(positions, word)
+    prompt = words(tokenizer, line["prompt_ids"])
+    word_of = {position: word for word, positions in prompt for position in positions}
     rows = []  # (the largest share, a line)
     silent = 0  # words whose tokens have no sources
     for word, positions in words(tokenizer, ids):

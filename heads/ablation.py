@@ -1,6 +1,8 @@
 """How many needles a model finds while some of its heads are masked: the best ones of each measure,
 and random ones, which show what the loss of any heads does."""
 
+from itertools import chain
+
 import numpy as np
 
 from heads import load_heads, random_heads
@@ -63,14 +65,14 @@ def table(records):
     for name in records[0]["masked"]:
         found = [record["masked"][name] for record in records]
         groups.setdefault(" ".join(name.split()[:2]), []).append(found)
-    p_none, p_random = {}, {}
+    columns = {}  # name → p against no masked heads, and p against random ones: lists
     for name, sets in groups.items():
         n, measure = name.split()
-        p_none[name] = [mcnemar(right, found) for found in sets]
-        p_random[name] = []
+        against_random = []
         if measure != "random":
-            p_random[name] = [max(mcnemar(sets[0], draw) for draw in groups[f"{n} random"])]
-    p_values = sum([*p_none.values(), *p_random.values()], [])
+            against_random.append(max(mcnemar(sets[0], draw) for draw in groups[f"{n} random"]))
+        columns[name] = [mcnemar(right, found) for found in sets], against_random
+    p_values = sum(chain(*columns.values()), [])
     limit = max([0, *(p for p, adjusted in zip(p_values, holm(p_values)) if adjusted < LEVEL)])
 
     def cell(values):
@@ -84,7 +86,7 @@ def table(records):
     for name, sets in groups.items():
         counts = ", ".join(str(sum(found)) for found in sets)
         pairs = ", ".join("{} : {}".format(*differing(right, found)) for found in sets)
-        rows.append([name, counts, pairs, cell(p_none[name]), cell(p_random[name])])
+        rows.append([name, counts, pairs, *map(cell, columns[name])])
     return markdown_table(rows)
 
 

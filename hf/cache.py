@@ -75,10 +75,9 @@ class HFCache:
         """As `Cache.copy_prompts`; False if a layer keeps more than keys and values."""
         if not other.can_take_back():
             return False
-        for i, layer in enumerate(other.kv.layers):
-            if layer.is_initialized:  # a layer may use the keys of another
-                first = (x[: len(self.lengths), :, : self.P] for x in (layer.keys, layer.values))
-                self.kv.update(*(x.repeat(self.rows, 1, 1, 1) for x in first), i)
+        self.kv = copy.deepcopy(other.kv)
+        self.kv.crop(-other.slots)
+        self.kv.reorder_cache(torch.arange(len(self.lengths)).repeat(self.rows))
         return True
 
     def values(self, n):

@@ -155,11 +155,6 @@ class HFModel(nn.Module):
 
     def read_layers(self, ids, layers, cache=None):
         """As `Transformer.read_layers`, of one row."""
-        if not self.has_exits:
-            raise InputError(
-                f"{self.name} ({self.config.model_type}): "
-                "the layers cannot be read, as dola and ad do"
-            )
         inputs = cache.inputs(ids) if cache else dict(input_ids=ids, use_cache=False)
         out = self.run_hf(inputs, output_hidden_states=True)
         states = [x[None].to(self.device) for x in out.hidden_states]  # L + 1, the last one normed

@@ -205,10 +205,8 @@ def scale_rope(c, metadata, factors):
 def end_ids(metadata):
     """The ids that end a text: those that the metadata names, and those in ENDS."""
     ids = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    kinds = metadata["tokenizer.ggml.token_type"]
-    for i, (token, kind) in enumerate(zip(metadata["tokenizer.ggml.tokens"], kinds)):
-        if kind == CONTROL and token in ENDS:
-            ids.append(i)
+    tokens = zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"])
+    ids += [i for i, (token, kind) in enumerate(tokens) if kind == CONTROL and token in ENDS]
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 

@@ -140,9 +140,11 @@ def find_links(name, written, prompt, sources):
 
     A generated piece points at the pieces that it was copied from, and the reverse; the title
     points at all of them."""
-    piece_of = {}  # position in the prompt → the id of its piece
-    for i, (_, positions) in enumerate(prompt["pieces"]):
-        piece_of |= dict.fromkeys(positions, f"{prompt['name']}s{i}")
+    piece_of = {  # position in the prompt → the id of its piece
+        position: f"{prompt['name']}s{i}"
+        for i, (_, positions) in enumerate(prompt["pieces"])
+        for position in positions
+    }
     links = {}
     for t, (_, positions) in enumerate(written):
         token = f"{name}t{t}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from decoders.setup import CHOOSING, METHODS, OPTIONS, SETTINGS, SOURCES, Method, Setup, settings_of
+from decoders.setup import CHOOSING, METHODS, OPTIONS, SETTINGS, Method, Setup, settings_of
 from paper.runfile import packed_paths, read_run
 from tests.tables import facts
 
@@ -95,7 +95,7 @@ def test_defaults_are_those_of_the_records_and_do_not_depend_on_other_methods(mo
         own = {field.name: field.default for field in fields(method.load())}
         for option in set(own) & set(method.options) - {"alpha", "relative_top", "heads"}:
             assert option == "amateur" or own[option] == OPTIONS[option].default, (name, option)
-        if "alpha" in own and method.record != "decore.DeCoRe":
+        if "alpha" in own and method.record != "decore:DeCoRe":
             assert own["alpha"] == OPTIONS["alpha"].default
 
     class Late(METHODS["ad"].load()):
@@ -114,5 +114,6 @@ def test_a_damaged_header_is_refused(damage):
 
 
 def test_every_setting_is_a_field_and_an_option_of_a_method():
-    assert [name for name in OPTIONS if name not in SOURCES] == list(SETTINGS) == list(VALUES)
+    sources = "heads", "amateur_heads", "without_context"  # where heads and prompts come from
+    assert [name for name in OPTIONS if name not in sources] == list(SETTINGS) == list(VALUES)
     assert {name for method in METHODS.values() for name in method.options} == set(OPTIONS)
