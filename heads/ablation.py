@@ -35,7 +35,7 @@ def ablate_batch(model, tokenizer, prompts, needles, facts, sets, on_step=None):
 
     record["masked"]: {name: whether the answer is right while these heads are masked}, for each of
     `sets`."""
-    from heads.measures import prefilled  # imports torch
+    from decore import prefilled  # imports torch
 
     cache = prefilled(model, [ids for ids, _ in prompts], facts["max_new_tokens"])
 

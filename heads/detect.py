@@ -111,7 +111,8 @@ def is_run(record, run, facts):
 def run_batch(model, tokenizer, prompts, needles, facts, on_step=None):
     """One record per run: that of `answer_runs`, and the scores that are not 0. on_step: as in
     `answer_batch`."""
-    from heads.measures import effects, head_scores, prefilled
+    from decore import prefilled
+    from heads.measures import effects, head_scores
 
     in_prompts = [ids[slice(*run["span"])] for ids, run in prompts]  # the needles' tokens
     capacity = max(facts["max_new_tokens"], *map(len, in_prompts))

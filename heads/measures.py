@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from decore import make_head_mask, pad
+from decore import make_head_mask, pad, prefilled
 from runtime.errors import InputError
 
 
@@ -51,14 +51,6 @@ def score_run(
         )
     [answer] = answer_batch(model, [prompt_ids], [needle], max_new_tokens, eos_ids, published)
     return head_scores(answer, prompt_ids, needle, published)[measure], answer.ids
-
-
-def prefilled(model, prompts, capacity):
-    """A cache with the keys and values of prompts, their last tokens left out, and place for
-    `capacity` tokens after each."""
-    cache = model.new_cache([len(p) - 1 for p in prompts], capacity)
-    model.prefill(pad([p[:-1] for p in prompts], model.device), cache)
-    return cache
 
 
 @torch.inference_mode()

@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from heads.measures import prefilled
+from decore import prefilled
 
 TOKENS = 8  # per pass, whose attention weights are in memory together
 
