@@ -44,7 +44,7 @@ class Tokenizer:
         self.eos_ids = own_eos_ids if eos_ids is None else tuple(eos_ids)
         self.chat_template = read_chat_template(checkpoint)
         self.words = {*re.findall(r"\w+", self.chat_template)}
-        self.complete_chats = set()  # `shape_of` chats of which the template omits no message
+        self.complete_chats = set()  # shapes of chats of which the template omits no message
 
     def encode(self, text, bos=True):
         """Plain text → ids, with one BOS if the tokenizer adds it.
@@ -98,7 +98,9 @@ class Tokenizer:
                     f"{self.name}: the chat template writes {key} {token!r}, which is not in "
                     "tokenizer.json; download the checkpoint again"
                 )
-        shape = shape_of(messages, template_args)
+        # What decides whether a template writes all messages: everything but their texts.
+        shapes = [message | {"content": bool(message.get("content"))} for message in messages]
+        shape = repr((shapes, template_args))
         contents = [str(message.get("content") or "").strip() for message in messages]
         # A template may leave out a short text, where it writes a long one.
         if shape not in self.complete_chats or not all(content in text for content in contents):
@@ -256,13 +258,6 @@ def name_reasoning(message):
         if message.get(name) is not None:
             return {"thinking": message[name]} | message | {"reasoning_content": message[name]}
     return message
-
-
-def shape_of(messages, template_args):
-    """What decides whether a chat template writes all of a chat's messages: everything but their
-    texts."""
-    shapes = [message | {"content": bool(message.get("content"))} for message in messages]
-    return repr((shapes, template_args))
 
 
 def join_system(messages):

@@ -39,11 +39,7 @@ def command(options):
 
 def write(path, text):
     """Write to a device, or replace a file."""
-    if is_device(path):
-        with named(path):
-            path.write_text(text, encoding="utf-8")
-        return
-    with draft(path) as new:
+    with named(path) if is_device(path) else draft(path) as new:
         new.write_text(text, encoding="utf-8")
 
 

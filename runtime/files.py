@@ -153,9 +153,9 @@ def append_bytes(path, content):
 
 @contextmanager
 def named(path):
-    """Adds the path to the error of a full or broken disk, which does not know it."""
+    """Yields the path, which it adds to the error of a full or broken disk."""
     try:
-        yield
+        yield path
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) and not error.filename:
             error.filename = str(path)

@@ -52,7 +52,9 @@ def answer_part(name, answer, prompt):
     written = pieces(answer.tokens)
     links = find_links(name, written, prompt, answer.sources) if answer.sources else {}
     strongest = dict(pair for pair, _ in sorted(links.items(), key=itemgetter(1)))
-    favourites = favourites_of(answer)
+    favourites = []  # (id, text, probability) of the base row's most likely token and the other's
+    if answer.best and any(answer.alphas):  # something is contrasted
+        favourites = [(entry["base"][0], entry["other"][0]) for entry in answer.best]
     tokens = []
 
     def differs(positions, row):
@@ -81,14 +83,6 @@ def answer_part(name, answer, prompt):
         links=links,
         source=strongest.get(f"{name}h"),
     )
-
-
-def favourites_of(answer):
-    """The most likely token of the base row and of the other at each position, (id, text,
-    probability) each. Empty if nobody asked for them, and if nothing is contrasted."""
-    if not answer.best or not any(answer.alphas):
-        return []
-    return [(entry["base"][0], entry["other"][0]) for entry in answer.best]
 
 
 def pieces(texts):

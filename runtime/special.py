@@ -192,17 +192,12 @@ def add_tokens(core, checkpoint):
             if core.token_to_id(text) is not None:
                 core.add_special_tokens([text])
             elif text not in named:  # a template that writes a named one is refused
-                path = file_of(text, checkpoint)
+                files = "tokenizer_config.json", "special_tokens_map.json"
+                lists = (file for file in files if text in extra_tokens(checkpoint.read(file)))
+                path = checkpoint.folder / next(lists)
                 raise InputError(f"{text!r} is special, but has no id")
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise InputError(f"{path}: cannot read the added tokens: {one_line(error)}") from None
-
-
-def file_of(text, checkpoint):
-    """The file that lists a special token."""
-    files = "tokenizer_config.json", "special_tokens_map.json"
-    lists = (file for file in files if text in extra_tokens(checkpoint.read(file)))
-    return checkpoint.folder / next(lists)
 
 
 def extra_tokens(settings):
