@@ -5,23 +5,24 @@ from dataclasses import dataclass, field
 from runtime.page import page, texts_of
 
 
-@dataclass
+@dataclass(repr=False)
 class Generation:
     """A decoded text. All lists but `prompt` have an entry for each new token."""
 
     ids: list = field(default_factory=list)  # the end token included
-    alphas: list = field(default_factory=list, repr=False)  # α as applied
-    # H of the base row in nats, as in `Step`
-    entropies: list = field(default_factory=list, repr=False)
+    alphas: list = field(default_factory=list)  # α as applied
+    entropies: list = field(default_factory=list)  # H of the base row in nats, as in `Step`
     stop: str | None = None  # "eos", "length", or "stop" if a text or `on_token` ended it
     # With generate(…, tokenizer=…):
     text: str | None = None  # without the end token, and up to the first stop text
     # Texts of the tokens; those of unfinished characters: "".
-    tokens: list = field(default_factory=list, repr=False)
-    prompt: list = field(default_factory=list, repr=False)  # texts of the prompt's tokens
-    best: list | None = field(default=None, repr=False)  # with best=k: see `best_tokens`
-    # Of `find_sources`, if you store them here: the page shows them.
-    sources: list | None = field(default=None, repr=False)
+    tokens: list = field(default_factory=list)
+    prompt: list = field(default_factory=list)  # texts of the prompt's tokens
+    best: list | None = None  # with best=k: see `best_tokens`
+    sources: list | None = None  # of `find_sources`, if you store them here: the page shows them
+
+    def __repr__(self):
+        return f"Generation(ids={self.ids}, stop={self.stop!r}, text={self.text!r})"
 
     def append(self, token_id, alpha, entropy, best):
         """Add a token. best: its entry of `best`, if that is a list."""
