@@ -71,7 +71,9 @@ def stored_runs(path, facts, prompts):
     a line that is not the run of its prompt."""
     if not path.exists():
         path.touch()
-    stored = stored_facts(path) or facts
+    stored = stored_facts(path)
+    if stored is None:
+        stored = facts
     other = sorted(name for name in stored | facts if stored.get(name) != facts.get(name))
     if other:
         raise InputError(f"{path} holds runs with another {', '.join(other)}; {REMEDY}")
