@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from cli.entry import continuing
-from cli.options import number, parser
+from cli.options import number, parser, positive
 from paper.known import choose_rows
 from paper.report import stored
 from paper.tasks import data, find_task
@@ -69,7 +69,7 @@ def main(argv):
     if path:
         items, _ = choose_rows(task, items, path, known=True)
     words = "known" if path else "(those that are known, once the first command has run)"
-    parts = split(len(items))
+    parts = split(len(items), args.rank, args.choose)
     sizes = ", ".join(f"{n} to {part}" for part, (_, n) in parts.items())
     print(f"{len(items)} questions {words}: {sizes}")
     known = ["--known", str(path or closed / "….jsonl")]
@@ -92,6 +92,8 @@ def parse(argv):
     p.add_argument("--model", required=True, metavar="M")
     p.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="(default: runs)")
     p.add_argument("--seed", type=number(int, 0), default=1234, help="of the split")
+    p.add_argument("--rank", type=positive, metavar="N", help="questions that rank the heads")
+    p.add_argument("--choose", type=positive, metavar="N", help="questions that choose")
     p.add_argument(
         "--points",
         type=number(float, 0),
@@ -105,16 +107,22 @@ def parse(argv):
     return args, ["--model", args.model, *options]
 
 
-def split(n):
+def split(n, rank=None, choose=None):
     """{part: (its first question, how many)} of n known questions: a quarter, at most 50, ranks the
     heads, a quarter, at most 100, chooses, the others test."""
     if n < LEAST:
         raise InputError(
             f"{n} known questions are too few to show anything: give at least {LEAST}, better 300"
         )
-    rank, choose = min(50, n // 4), min(100, n // 4)
-    first = rank + choose
-    return {"rank": (0, rank), "choose": (rank, choose), "test": (first, n - first)}
+    rank = rank or min(50, n // 4)
+    choose = choose or min(100, n // 4)
+    left = n - rank - choose
+    if left < LEAST // 2:
+        raise InputError(
+            f"--rank {rank} and --choose {choose} leave {max(0, left)} of {n} known questions to "
+            f"test: at least {LEAST // 2} are needed"
+        )
+    return {"rank": (0, rank), "choose": (rank, choose), "test": (rank + choose, left)}
 
 
 def drawn(seed, skip, n):
@@ -183,7 +191,7 @@ def options_of(header):
     """The options of a stored run's setting."""
     options = ["--method", header["method"]]
     for name in ("alpha", "num_heads"):
-        if header.get(name) is not None:
+        if header.get(name) is not None and (name, header["method"]) != ("alpha", "decore-entropy"):
             options += ["--" + name.replace("_", "-"), str(header[name])]
     return tuple(options)
 

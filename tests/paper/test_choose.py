@@ -106,9 +106,11 @@ def test_the_known_questions_are_split_and_too_few_are_refused():
     for n, of_rank, of_choose in (24, 6, 6), (1000, 50, 100):
         before = of_rank + of_choose
         parts = (0, of_rank), (of_rank, of_choose), (before, n - before)
-        assert choose.split(n) == dict(zip(("rank", "choose", "test"), parts))
+        assert choose.split(n, None, None) == dict(zip(("rank", "choose", "test"), parts))
     with pytest.raises(ValueError, match="23 known questions are too few"):
-        choose.split(23)
+        choose.split(23, None, None)
+    with pytest.raises(ValueError, match="leave 10 of 40"):
+        choose.split(40, 20, 10)
 
 
 # Setting, right answers of 100 with conflicts and with agreement.
