@@ -120,9 +120,14 @@ def run_name(header):
     return ".".join(parts)
 
 
+class Line(dict):
+    """A line of a run."""
+
+    place = ""  # "FILE, line 3"
+
+
 def read_run(path):
-    """(header or None, lines) of a run, or of any file of JSON lines. Each line gets its `place`
-    ("FILE, line 3").
+    """(header or None, `Line`s) of a run, or of any file of JSON lines.
 
     InputError for a line of a run without an index, and for two lines of one item."""
     header, lines, places = None, [], {}
@@ -130,7 +135,8 @@ def read_run(path):
         if number == 1 and isinstance(line.get("header"), dict):
             header = line["header"]
             continue
-        line["place"] = place = f"{path}, line {number}"
+        line = Line(line)
+        line.place = place = f"{path}, line {number}"
         if header is not None or "index" in line:
             with located(place):
                 first = places.setdefault(field(line, "index", "a whole number from 0"), place)
@@ -189,7 +195,7 @@ def open_run(path, header, items):
     """Start a run, or continue it. Returns its lines by index. A last line that was cut off is
     removed from the file. header, items: as in `continued`."""
     header, lines = continued(path, header, items)
-    save(path, header, lines)
+    write(path, [{"header": header}, *lines])
     return {line["index"]: line for line in lines}
 
 
@@ -219,7 +225,7 @@ def continued(path, header, items):
         item = items.get(line["index"])
         if item is None or line | item != line:
             raise InputError(
-                f"{line['place']}: item {line['index']} is not that of the data; "
+                f"{line.place}: item {line['index']} is not that of the data; "
                 "choose another --out or remove the file"
             )
     grown = FIELDS["growing"] if header["n"] > stored["n"] else ()
@@ -245,18 +251,11 @@ def differences(stored, new, prefix=""):
             yield f"{prefix}{name}: {brief(there)} there, {brief(now)} now"
 
 
-def save(path, header, lines):
-    """Replace the file, and drop the lines' `place`."""
-    for line in lines:
-        del line["place"]
-    write(path, [{"header": header}, *lines])
-
-
 def finish(path):
     """Sort the lines into the order of the data. Returns them."""
     header, lines = read_run(path)
     lines.sort(key=lambda line: line["index"])
-    save(path, header, lines)
+    write(path, [{"header": header}, *lines])
     return lines
 
 

@@ -35,7 +35,7 @@ def map_lines(function, lines):
     InputError, with file and line, for a line without a field that the function reads."""
     values = []
     for number, line in enumerate(lines, 1):
-        with located(line.get("place", f"line {number}")):
+        with located(getattr(line, "place", f"line {number}")):
             values.append(function(line))
     return values
 

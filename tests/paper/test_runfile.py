@@ -174,7 +174,7 @@ def test_packed_runs_are_read_like_a_folder_and_taken_out_as_they_were(packed, p
     for run, file in zip([*inside, packed / "b"], ("a.true.json", *["b.jsonl.gz"] * 2)):
         header, lines = read_run(run)
         assert (header["data"], lines[0]["prediction"]) == ([{"file": file}], file)
-        assert lines[1]["place"] == f"{run}, line 3"
+        assert lines[1].place == f"{run}, line 3"
     out = packed.parent / "out"
     unpack = evaluate.main, "unpack", packed.parent, out, "--only"
     assert done(*unpack, "b/*")[0] == f"1 runs in {out}\n"
