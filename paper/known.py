@@ -23,24 +23,27 @@ def choose_rows(task, items, path, known, model=None):
     if problem := problem_of(task, header or {}, lines, model):
         raise InputError(f"{path} is not a closed-book run that tells what is known: {problem}")
     by_id = [item["id"] for item in items] != list(range(len(items)))  # else they are row numbers
-    answers = metrics.compute(task, lines)
+
+    def key_of(row):
+        return str(row["id"]) if by_id else row["question"]
+
     knows, of_run = {}, {}
-    for line, values in zip(lines, answers):
-        key = key_of(line, by_id)
+    for line, values in zip(lines, metrics.compute(task, lines)):
+        key = key_of(line)
         knows[key] = knows.get(key, True) and values["memory"] == 1
         of_run[key] = {name: line[name] for name in ("question", "memory")}
     if any(header.get(name) for name in ("limit", "sample", "skip")):  # a part of the rows
-        there = [item for item in items if key_of(item, by_id) in of_run]
+        there = [item for item in items if key_of(item) in of_run]
         print(f"{path} lacks {len(items) - len(there):,} rows: left out", file=sys.stderr)
         items = there
-    of_items = [(item, of_run.get(key_of(item, by_id), {})) for item in items]
+    of_items = [(item, of_run.get(key_of(item), {})) for item in items]
     lacking = [item for item, line in of_items if line.get("question") != item["question"]]
     if lacking:
         raise InputError(
             f"{path} lacks {len(lacking):,} of {len(items):,} questions of the data, such as "
             f"{lacking[0]['id']!r}, {lacking[0]['question']!r}: run them with --closed-book first"
         )
-    chosen = [line | item for item, line in of_items if knows[key_of(item, by_id)] == known]
+    chosen = [line | item for item, line in of_items if knows[key_of(item)] == known]
     words = "known" if known else "unknown"
     print(f"{task.name}: {len(chosen):,} of {len(items):,} rows are {words}", file=sys.stderr)
     if not chosen:
@@ -66,7 +69,3 @@ def problem_of(task, header, lines, model):
         if model and header.get("fingerprint") != model.checkpoint.fingerprint:
             return f"it is of another checkpoint called {model.name}"
     return None
-
-
-def key_of(row, by_id):
-    return str(row["id"]) if by_id else row["question"]
