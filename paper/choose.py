@@ -72,8 +72,11 @@ def main(argv):
     parts = split(len(items), args.rank, args.choose)
     sizes = ", ".join(f"{n} to {part}" for part, (_, n) in parts.items())
     print(f"{len(items)} questions {words}: {sizes}")
-    known = ["--known", str(path or closed / "….jsonl")]
-    rows = {part: [*known, *drawn(args.seed, *place)] for part, place in parts.items()}
+    rows = {}  # the options of the items of each part
+    for part, (first, n) in parts.items():
+        rows[part] = ["--known", str(path or closed / "….jsonl")]
+        rows[part] += ["--sample", str(n), "--seed", str(args.seed)]
+        rows[part] += ["--skip", str(first)] * (first > 0)
     rank = ["-m", "heads.detect", "--questions", str(args.data), *options, *rows["rank"]]
     run([*rank, "--out", str(heads)], args.dry_run or heads.exists())
     evaluate_all("choose", [setting.split() for setting in GRID])
@@ -123,12 +126,6 @@ def split(n, rank=None, choose=None):
             f"test: at least {LEAST // 2} are needed"
         )
     return {"rank": (0, rank), "choose": (rank, choose), "test": (rank + choose, left)}
-
-
-def drawn(seed, skip, n):
-    """The options that draw n questions after the first `skip` of a shuffle."""
-    skipped = ["--skip", str(skip)] if skip else []
-    return ["--sample", str(n), "--seed", str(seed), *skipped]
 
 
 def run(command, only_print=False):
