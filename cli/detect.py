@@ -1,7 +1,6 @@
 """Finds the retrieval heads of a model, as a program: `python -m heads.detect`."""
 
 import argparse
-import json
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -177,8 +176,8 @@ def make_facts(args, model, needles, texts):
         "depths": args.depths,
         "runs": args.runs,
         "seed": args.seed or 0,
-        "needles": files.short_hash(json.dumps(needles).encode()),
-        "haystack": files.short_hash(json.dumps(texts).encode()),
+        "needles": files.json_hash(needles),
+        "haystack": files.json_hash(texts),
         "template": PUBLISHED if published else args.template or TEMPLATE,
         "chat": chat,
         "template_args": template_args,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from paper.known import choose_rows
 from paper.tasks import Task, data, prompts
 from runtime.errors import InputError
-from runtime.files import json_bytes, short_hash
+from runtime.files import json_bytes, json_hash
 
 # Not stored: the data hold them.
 PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")
@@ -100,6 +100,6 @@ def in_batches(encoded, size):
 def question_of(item, encoded):
     """The part of a line that does not depend on the answer."""
     fields = {name: value for name, value in item.items() if name not in PROMPT_FIELDS}
-    key = short_hash(json.dumps([encoded.prompt, encoded.without_context]).encode())
+    key = json_hash([encoded.prompt, encoded.without_context])
     fields |= {"prompt_sha256": key, "prompt_tokens": len(encoded.prompt)}
     return json.loads(json_bytes(fields))

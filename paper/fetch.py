@@ -8,7 +8,6 @@ rows are checked."""
 
 import ast
 import hashlib
-import json
 import re
 import sys
 from collections import defaultdict
@@ -28,7 +27,7 @@ from paper import judges
 from paper.printed import table
 from paper.tasks import PAPER, data, find_tasks, model_metrics
 from runtime.errors import InputError, one_line
-from runtime.files import draft
+from runtime.files import content_of, draft
 
 AUTHORS = "https://raw.githubusercontent.com/aryopg/DeCoRe/d1fa5a916a566025e9790214fb6cdcc545347f26"
 PUNKT = (
@@ -93,7 +92,7 @@ def fetch(folder, file, mirror):
             raise InputError(f"{AUTHORS}/{file.source} is not the file that the paper used")
         if file.function:
             demos = demos_in_code(content, file)
-            content = "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in demos).encode()
+            content = content_of(demos)
     except (OSError, ValueError):
         tasks = [task for task in PAPER if task.folder == file.folder]
         if file.function or not tasks[0].origin:

@@ -6,7 +6,6 @@
 Of each question the first answer counts, and the first of `memory`; heads/measures.py defines the
 effect. Other scores of the head file stay."""
 
-import json
 import sys
 import time
 from itertools import product
@@ -196,7 +195,7 @@ def ids_of(bench, item, tokenizer):
 
 def key_of(item):
     """What items of one question have in common, whatever their passages."""
-    return files.short_hash(json.dumps(item.get("question", item["id"])).encode())
+    return files.json_hash(item.get("question", item["id"]))
 
 
 def say_overlap(bench, head_file):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paper.runfile import beside
 from paper.tasks import answers, metrics, model_metrics
-from runtime.files import json_lines, short_hash, write
+from runtime.files import json_hash, json_lines, write
 
 
 def values_of(path, task, lines):
@@ -28,7 +28,7 @@ def key_of(task, lines):
     """A hash of what determines the values."""
     modules = answers, metrics, model_metrics
     code = [Path(module.__file__).read_text("utf-8") for module in modules]
-    return short_hash(json.dumps([code, task.version, lines]).encode())
+    return json_hash([code, task.version, lines])
 
 
 def print_means(values, about):

@@ -228,6 +228,11 @@ def short_hash(content):
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+def json_hash(value):
+    """`short_hash` of a value as JSON."""
+    return short_hash(json.dumps(value).encode())
+
+
 def commit():
     """The commit that is checked out; None without git."""
     command = ["git", "rev-parse", "HEAD"]

@@ -7,7 +7,6 @@ not the paper's. They share a *row*, as draws of random heads, if their labels a
 is which. Greedy decoding from a checkpoint of ITI is the method `iti` of the model that ITI
 edited."""
 
-import json
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from paper.runfile import (
 from paper.tasks import answers, find_task, metrics
 from runtime.errors import InputError
 from runtime.fields import field, located
-from runtime.files import short_hash
+from runtime.files import json_hash, short_hash
 
 ORIGIN = ("measure", "head_file")  # of heads
 TEXTS = ("entropy", "tokens", "ended", "empty", "letters")  # see `text_values`
@@ -174,7 +173,7 @@ def labels_of(header, setup, is_iti):
 
 
 def hash_of(value):
-    return short_hash(json.dumps(value).encode())[:6]
+    return json_hash(value)[:6]
 
 
 def conditions_of(fields, task, model):

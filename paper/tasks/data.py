@@ -15,7 +15,7 @@ from pathlib import Path
 from paper.tasks.prompts import last_turn
 from runtime.errors import InputError, hub_reason, offline_if_unreachable
 from runtime.fields import field, list_of, located
-from runtime.files import json_bytes, json_lines, object_of, read_json, short_hash
+from runtime.files import json_bytes, json_hash, json_lines, object_of, read_json
 
 
 def read_entries(path):
@@ -328,4 +328,4 @@ def demonstration(task, entry):
 def demos_hash(demos):
     """A hash of the turns as the model reads them, to recognise the paper's demonstrations in any
     file."""
-    return short_hash(json.dumps([[demo["user"], demo["answer"]] for demo in demos]).encode())
+    return json_hash([[demo["user"], demo["answer"]] for demo in demos])
