@@ -30,6 +30,7 @@ from paper.benchmark import load_benchmark
 from paper.runfile import continued, make_header, run_name
 from paper.tasks import find_tasks, metrics, prompts, with_prompt
 from runtime.errors import InputError
+from runtime.progress import say
 
 
 def main():
@@ -82,7 +83,7 @@ def paper(argv):
         return
     for checkpoint in dict.fromkeys(run.checkpoint for run in planned):
         if checkpoint and args.like:
-            print("the runs of ITI are left out: its checkpoints are not --model", file=sys.stderr)
+            say("the runs of ITI are left out: its checkpoints are not --model")
             continue
         selected = [run for run in planned if run.checkpoint == checkpoint]
         wanted = [(run.task, run.setup, run.header(args.like)) for run in selected]
@@ -171,7 +172,7 @@ def fitting_runs(how, wanted, model, amateur, lenient):
     benches = {}
     for task in dict.fromkeys(task for task, _, _ in fitted):
         for problem in metrics.problems(task):
-            print(f"{task.name}: {problem}", file=sys.stderr)
+            say(f"{task.name}: {problem}")
         benches[task] = load_benchmark(task, how, model)
     fitting = []
     for task, setup, more in fitted:
@@ -186,7 +187,7 @@ def fitting_runs(how, wanted, model, amateur, lenient):
     if how.template_args and all(bench.layout == "plain" for bench, _, _ in fitting):
         raise InputError("--template-args has no effect: no prompt goes through a chat template")
     for problem in dict.fromkeys(problems):
-        print(problem, file=sys.stderr)
+        say(problem)
     return fitting
 
 

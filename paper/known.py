@@ -3,13 +3,13 @@ greedy decoding of the same questions without their passages."""
 
 import hashlib
 import json
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 from paper.runfile import read_run
 from paper.tasks import metrics
 from runtime.errors import InputError
+from runtime.progress import say
 
 
 def choose_rows(task, items, path, known, model=None):
@@ -34,7 +34,7 @@ def choose_rows(task, items, path, known, model=None):
         of_run[key] = {name: line[name] for name in ("question", "memory")}
     if any(header.get(name) for name in ("limit", "sample", "skip")):  # a part of the rows
         there = [item for item in items if key_of(item) in of_run]
-        print(f"{path} lacks {len(items) - len(there):,} rows: left out", file=sys.stderr)
+        say(f"{path} lacks {len(items) - len(there):,} rows: left out")
         items = there
     of_items = [(item, of_run.get(key_of(item), {})) for item in items]
     lacking = [item for item, line in of_items if line.get("question") != item["question"]]
@@ -45,7 +45,7 @@ def choose_rows(task, items, path, known, model=None):
         )
     chosen = [line | item for item, line in of_items if knows[key_of(item)] == known]
     words = "known" if known else "unknown"
-    print(f"{task.name}: {len(chosen):,} of {len(items):,} rows are {words}", file=sys.stderr)
+    say(f"{task.name}: {len(chosen):,} of {len(items):,} rows are {words}")
     if not chosen:
         raise InputError(f"by {path} no row of the data is {words}")
     facts = sorted((str(key), value) for key, value in knows.items())

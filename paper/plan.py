@@ -4,7 +4,6 @@ A run is a task and a setup for which the paper prints a number. Its settings ar
 published runs."""
 
 import json
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from os.path import commonprefix
@@ -18,6 +17,7 @@ from paper.report.stored import ITI
 from paper.tasks import TASKS, Task, find_task, metrics
 from runtime.config import LEAST_PREFIX
 from runtime.errors import InputError
+from runtime.progress import say
 
 BASE = "Meta-Llama-3-8B-Instruct"  # the model with most tables, and the amateur
 AMATEUR = f"meta-llama/{BASE}"
@@ -142,7 +142,7 @@ def show(runs, how):
     try:
         model = models.read_model(how.model, how)
     except (OSError, ValueError) as error:
-        print(f"prompt tokens are not counted: {error}", file=sys.stderr)
+        say(f"prompt tokens are not counted: {error}")
     say_size(how, model)
     by_task = Counter(run.task for run in runs)
     items, tokens, missing, fetched = {}, {}, {}, {}
@@ -186,10 +186,7 @@ def say_size(how, model):
     theirs = len(read_scores(like)) if like else 0
     ours = model.config.n_layers * model.config.n_heads if model else 0
     if theirs and ours and theirs != ours:
-        print(
-            f"N is the paper's for the {theirs:,} heads of {how.like}; {model.name} has {ours:,}",
-            file=sys.stderr,
-        )
+        say(f"N is the paper's for the {theirs:,} heads of {how.like}; {model.name} has {ours:,}")
 
 
 def missing_heads(run, how):

@@ -25,6 +25,7 @@ from paper.tasks.answers import first_sentence, same
 from runtime import files
 from runtime.checks import parse_prompts
 from runtime.errors import InputError
+from runtime.progress import say
 
 
 def parse_args():
@@ -203,10 +204,9 @@ def say_overlap(bench, head_file):
     known = read_head_file(head_file).get("effect_facts", {}).get("questions", [])
     n = sum(key_of(item) in known for item in bench.items)
     if n:
-        print(
+        say(
             f"{bench.task.name}: warning: {n} of {len(bench.items)} questions measured the heads "
-            f"of {head_file}, so their scores are not those of new ones (--skip leaves items out)",
-            file=sys.stderr,
+            f"of {head_file}, so their scores are not those of new ones (--skip leaves items out)"
         )
 
 

@@ -1,13 +1,13 @@
 """The metric values of a run's lines, and their means as it prints them."""
 
 import json
-import sys
 import time
 from pathlib import Path
 
 from paper.runfile import beside
 from paper.tasks import answers, metrics, model_metrics
 from runtime.files import json_hash, json_lines, write
+from runtime.progress import say
 
 
 def values_of(path, task, lines):
@@ -38,5 +38,5 @@ def print_means(values, about):
     fewer = {name: n for name, n in metrics.counts(values).items() if n < len(values)}
     about = about | {"metrics": means, "n": len(values)} | ({"n_of": fewer} if fewer else {})
     if "rejection" in means and "truth" not in means:
-        print("not judged: evaluate.py rescore --judge adds truth, info and both", file=sys.stderr)
+        say("not judged: evaluate.py rescore --judge adds truth, info and both")
     print(json.dumps(about, ensure_ascii=False), flush=True)

@@ -1,6 +1,13 @@
-"""A bar on standard error."""
+"""What a person reads while a program runs: notes and a bar, on standard error."""
+
+import sys
 
 from tqdm import tqdm
+
+
+def say(text):
+    """Print a note."""
+    print(text, file=sys.stderr)
 
 
 class Bar(tqdm):

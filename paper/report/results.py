@@ -8,7 +8,6 @@ computed again:
     rows["CAD, α = 0.5"].versus.difference"""
 
 import json
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -22,6 +21,7 @@ from paper import printed, runfile
 from paper.report.stored import ORIGIN, TEXTS, words
 from paper.tasks import metrics
 from runtime import statistics
+from runtime.progress import say
 
 NOT_RATES = ("rougeL", "bertscore_f1", "factkb", "entropy", "tokens", "letters")  # not in per cent
 # Values shown beside the metric of a short table
@@ -85,7 +85,7 @@ def short_tables(runs):
             if not result:
                 for run in draws:
                     name = metric or "the task's metrics"
-                    print(f"left out: {run.path}: no values of {name}", file=sys.stderr)
+                    say(f"left out: {run.path}: no values of {name}")
                 continue
             results.append(result)
             if draws[0].setup.random_heads:
@@ -284,10 +284,9 @@ def select(runs):
         if first is not run:
             names = run.header | first.header
             names = [name for name in names if run.header.get(name) != first.header.get(name)]
-            print(
+            say(
                 f"skipped: {run.path}: the same setup as {first.path}, which has as many examples "
-                f"or more; their headers differ in {', '.join(names) or 'nothing'}",
-                file=sys.stderr,
+                f"or more; their headers differ in {', '.join(names) or 'nothing'}"
             )
     chosen = sorted(label_variants([*chosen.values()]), key=order)
     greedy = [run for run in chosen if run.method == "greedy"]

@@ -7,7 +7,6 @@ not the paper's. They share a *row*, as draws of random heads, if their labels a
 is which. Greedy decoding from a checkpoint of ITI is the method `iti` of the model that ITI
 edited."""
 
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +31,7 @@ from paper.tasks import answers, find_task, metrics
 from runtime.errors import InputError
 from runtime.fields import field, located
 from runtime.files import json_hash, short_hash
+from runtime.progress import say
 
 ORIGIN = ("measure", "head_file")  # of heads
 TEXTS = ("entropy", "tokens", "ended", "empty", "letters")  # see `text_values`
@@ -227,7 +227,7 @@ def collect(folder, texts=False):
             with located(path):
                 runs += by_memory(read(path, texts))
         except (ValueError, OSError) as error:
-            print(f"skipped: {error}", file=sys.stderr)
+            say(f"skipped: {error}")
     return runs
 
 

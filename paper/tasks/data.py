@@ -6,7 +6,6 @@ import hashlib
 import json
 import random
 import re
-import sys
 from collections import defaultdict
 from functools import partial
 from itertools import islice, product
@@ -16,6 +15,7 @@ from paper.tasks.prompts import last_turn
 from runtime.errors import InputError, hub_reason, offline_if_unreachable
 from runtime.fields import field, list_of, located
 from runtime.files import json_bytes, json_hash, json_lines, object_of, read_json
+from runtime.progress import say
 
 
 def read_entries(path):
@@ -169,10 +169,7 @@ def load_data(task, data=None, demos=None):
         verdict = ", the paper's" if record["paper"] else ""
         if task.n and not record["paper"]:
             verdict = ", not the paper's (give those with --demos)"
-        print(
-            f"{task.name}: {len(demonstrations)} demonstrations ({origin}){verdict}",
-            file=sys.stderr,
-        )
+        say(f"{task.name}: {len(demonstrations)} demonstrations ({origin}){verdict}")
     if not items:
         raise InputError(
             f"{task.name}: the data hold no items besides {len(demonstrations)} demonstrations: "
@@ -227,7 +224,7 @@ def load_items(task, data):
     verdict = f", the paper scores {task.n:,}" * bool(task.n)
     if len(items) == task.n:
         verdict = ", as in the paper"
-    print(f"{task.name}: {len(items):,} items of {names}{verdict}", file=sys.stderr)
+    say(f"{task.name}: {len(items):,} items of {names}{verdict}")
     if task.own:
         check_ids(items)
         name_lists(items)
@@ -258,10 +255,9 @@ def name_lists(items):
         if 10 * len(cells) > len(items):
             row, text = next(iter(cells.items()))
             parts = json.dumps(re.split(r"\s*[;|]\s*", text), ensure_ascii=False)
-            print(
+            say(
                 f"{len(cells)} of {len(items)} rows have one answer with ; or | in {column}, such "
-                f"as row {row}, {text!r}; several answers are a JSON list: {parts}",
-                file=sys.stderr,
+                f"as row {row}, {text!r}; several answers are a JSON list: {parts}"
             )
 
 

@@ -10,7 +10,6 @@ lines."""
 
 import re
 import string
-import sys
 from collections import Counter
 from functools import lru_cache, partial
 
@@ -19,6 +18,7 @@ import numpy as np
 from paper.tasks import answers
 from paper.tasks.items import texts
 from runtime.fields import field, located
+from runtime.progress import say
 
 SPLITS = {  # MemoTrap's
     "proverb-ending",
@@ -227,7 +227,7 @@ def compute(task, lines):
     values = [{} for _ in lines]
     for metric in task.metrics:
         if problem := metric.problem():
-            print(f"left out: {problem}", file=sys.stderr)
+            say(f"left out: {problem}")
             continue
         for of_line, result in zip(values, metric(lines)):
             of_line.update(result)
