@@ -188,7 +188,7 @@ def options_of(header):
     """The options of a stored run's setting."""
     options = ["--method", header["method"]]
     for name in ("alpha", "num_heads"):
-        if header.get(name) is not None and (name, header["method"]) != ("alpha", "decore-entropy"):
+        if header.get(name) is not None:
             options += ["--" + name.replace("_", "-"), str(header[name])]
     return tuple(options)
 
