@@ -4,7 +4,7 @@ import json
 import re
 from contextlib import suppress
 from datetime import datetime
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 
 from jinja2 import nodes
 from jinja2.ext import Extension
@@ -123,8 +123,12 @@ class Tokenizer:
                     " it to the tokenizer's class; add it there (null: an empty text)"
                 )
 
-    def fill(self, messages, generation_prompt=True, template_args=None, today=None):
-        """The text of the chat template, which writes the messages as they are."""
+    def fill(self, messages, generation_prompt=True, template_args=None, today=None, as_parts=None):
+        """The text of the chat template, which writes the messages as they are.
+
+        as_parts: give it each content as a list of parts; None: if it reads no others."""
+        if self.reads_parts if as_parts is None else as_parts:
+            messages = [in_parts(message) for message in messages]
         variables = dict(
             messages=messages,
             add_generation_prompt=generation_prompt,
@@ -155,12 +159,24 @@ class Tokenizer:
             )
         return text
 
-    def omits(self, messages, i, template_args=None):
+    def omits(self, messages, i, template_args=None, as_parts=None):
         """Whether the chat template writes the same for another text of message i."""
         other = "x" * (len(str(messages[i]["content"])) + 1)
         others = [*messages[:i], messages[i] | {"content": other}, *messages[i + 1 :]]
-        text = self.fill(messages, template_args=template_args)
-        return text == self.fill(others, template_args=template_args)
+        texts = [
+            self.fill(chat, template_args=template_args, as_parts=as_parts)
+            for chat in (messages, others)
+        ]
+        return texts[0] == texts[1]
+
+    @cached_property
+    def reads_parts(self):
+        """Whether the chat template reads only contents that are lists of parts, as Idefics3's."""
+        for as_parts in False, True:
+            with suppress(ValueError):
+                if not self.omits([dict(role="user", content="text")], 0, as_parts=as_parts):
+                    return as_parts
+        return False
 
     @cached_property
     def has_system_turn(self):
@@ -260,6 +276,11 @@ def name_reasoning(message):
     return message
 
 
+def in_parts(message):
+    """The message, with its text as a list of one part."""
+    return message | {"content": [{"type": "text", "text": message.get("content") or ""}]}
+
+
 def join_system(messages):
     """The messages, with the system's text and an empty line in front of the first user's text."""
     system, user, *rest = messages
@@ -274,10 +295,16 @@ def compile_template(text):
     def raise_exception(message):
         raise InputError(message)
 
+    # Jinja's own escapes HTML.
+    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(
+            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
-    jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
+    jinja.filters["tojson"] = tojson
     jinja.globals["raise_exception"] = raise_exception
     return jinja.from_string(text)
 

@@ -13,7 +13,7 @@ loaded."""
 
 import copy
 import inspect
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 import transformers
@@ -81,7 +81,8 @@ class HFModel(nn.Module):
             self.decoder = find_decoder(hf)
             self.attention = find_attentions(hf)
             self.config.n_heads = max(a.heads for a in self.attention.values())
-            self.has_exits = self.check(probe_ids(hf)[:1])
+            with without_new_hooks(hf):
+                self.has_exits = self.check(probe_ids(hf)[:1])
 
     dtype = property(lambda self: self.hf.dtype)
     device = property(lambda self: device_of(self.hf))
@@ -265,6 +266,19 @@ def unwrap(hf):
             f"{type(hf).__name__} is not a model of transformers, and HFModel cannot unwrap it"
         )
     return hf
+
+
+@contextmanager
+def without_new_hooks(hf):
+    """Removes the hooks that transformers leaves where it gave hidden states: a model with them
+    cannot be pickled."""
+    hooks = {module: {*module._forward_hooks} for module in hf.modules()}
+    yield
+    for module, before in hooks.items():
+        for number in module._forward_hooks.keys() - before:
+            del module._forward_hooks[number]
+        if not before and "_output_capturing_hooks_installed" in vars(module):
+            module._output_capturing_hooks_installed = False
 
 
 def returning(output, path, module):

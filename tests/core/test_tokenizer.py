@@ -124,7 +124,7 @@ TEMPLATES = {
         {% endgeneration %}
     {% else %}
         {%- generation -%}  {{ loop.index }} {{ message.content }}  {%- endgeneration -%}
-        {{ "{% generation %}" }}{{ message | tojson(indent=1) }}
+        {{ "{% generation %}" }}{{ message | tojson(true, 1) }}
     {% endif %}
 {% endfor %}{% generation %}{% set inner = 1 %}{{ inner }}{% endgeneration %}{{ inner is defined }}
 """,
@@ -493,9 +493,12 @@ PARTS_ALONE = """{% for m in messages %}{{ m['role'] | capitalize }}
 {% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
 
 
-def test_a_template_that_writes_only_parts_is_refused(of):
-    with pytest.raises(ValueError, match="the chat template (omits|rejects)"):
-        of(PARTS_ALONE).render(chat_of(None, PARTS))
+def test_a_template_that_writes_only_parts_gets_texts_as_parts(of):
+    refuse = "{% if messages[0].content is string %}{{ raise_exception('x') }}{% endif %}"
+    for template in PARTS_ALONE, refuse + PARTS_ALONE:
+        tokenizer = of(template)
+        text = "System: Be short.<end>\nUser: the one<end>\nAssistant:"
+        assert tokenizer.has_system_turn and tokenizer.render(chat_of("Be short.", PARTS)) == text
 
 
 # `chat_template` of tokenizer_config.json, and files. U: {{ messages[0].content }}

@@ -4,6 +4,7 @@ copies of a model whose output projections have zeros for the masked heads."""
 import copy
 import importlib
 import math
+import pickle
 import sys
 import weakref
 from dataclasses import replace
@@ -309,6 +310,13 @@ def test_ranks_of_torchrun_do_not_share_a_model_of_transformers(tmp_path, monkey
         monkeypatch.setenv(name, "1" if name == "RANK" else "2")
     with pytest.raises(ValueError, match="ranks .* do not share a model.*device_map="):
         HFModel.load(tmp_path)
+
+
+def test_a_users_own_model_can_be_pickled_after_it_was_wrapped_and_read_by_layers():
+    hf = random_model("llama")
+    HFModel(hf)
+    again = HFModel(pickle.loads(pickle.dumps(hf)))
+    assert generate(again, [5, 6], DoLa("high")) == generate(HFModel(hf), [5, 6], DoLa("high"))
 
 
 def test_a_users_own_model_keeps_its_layers_ids_and_context(monkeypatch):
