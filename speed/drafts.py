@@ -6,9 +6,9 @@
 Each prompt is decoded alone, by all contestants in turns, in each round: DeCoRe and greedy decoding
 without drafts and with them; with --beside also greedy decoding by its generate(), with
 prompt_lookup_num_tokens. Times of decoding begin when the prompt is read; for transformers, which
-drafts while reading, with the first new tokens. Ratios are quartiles over the rounds, of sums over
-the prompts. An answer whose tokens differ from those without drafts is shown with the margin: by
-how much the token without drafts had the higher score."""
+drafts while reading, with the first new tokens. Ratios are of seconds per token, quartiles over the
+rounds of sums over the prompts. An answer whose tokens differ from those without drafts is shown
+with the margin: by how much the token without drafts had the higher score."""
 
 import json
 import sys
@@ -105,10 +105,11 @@ def main():
     row = dict(model=model.name, task=task.name, prompts=shape[0], draft=args.draft)
     row |= dict(dtype=str(model.dtype).removeprefix("torch."), rounds=args.rounds, differ=margins)
     row["tokens_per_pass"] = {n: round(t / p, 2) for n, (t, p) in counts.items() if p}
+    a_token = {name: total / counts[name][0] for name, total in totals.items()}
     row["ratios"] = {}
     for name, (slow, fast) in RATIOS.items():
         if slow in runs:
-            decoding, both = (totals[slow] / totals[fast]).T  # [rounds] each
+            decoding, both = (a_token[slow] / a_token[fast]).T  # [rounds] each
             row["ratios"][name] = {"decoding": quartiles(decoding), "all": quartiles(both)}
     row["seconds"] = {name: total[:, 0].round(2).tolist() for name, total in totals.items()}
     print(json.dumps(row | origin(model.device, "speed.drafts")))
