@@ -42,7 +42,7 @@ def read_model(name, args):
         choose_device(args)
     checkpoint = Checkpoint(name)
     if args.transformers:
-        from hf import describe, read_config
+        from hf.config import describe, read_config
 
         config = describe(read_config(checkpoint.folder))
     else:

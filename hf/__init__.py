@@ -6,7 +6,4 @@ try:
 except ImportError:
     raise ImportError("hf needs transformers: pip install transformers") from None
 
-from hf.config import describe, read_config
-from hf.model import HFModel
-
-__all__ = ["HFModel", "describe", "read_config"]
+from hf.model import HFModel  # noqa: F401

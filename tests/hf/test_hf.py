@@ -22,7 +22,8 @@ from decoders.sweep import PromptsReadOnce
 from decore import DeCoRe, Greedy, Masked, contrast, entropy, generate, make_head_mask, pad
 from heads import measures
 from heads.sources import find_sources
-from hf import HFModel, attention, describe, read_config
+from hf import HFModel, attention
+from hf.config import describe, read_config
 from integrations.custom_generate import generate as custom_generate
 from model import Transformer
 from runtime import pack, ranks

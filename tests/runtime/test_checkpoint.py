@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from hf import HFModel, describe, read_config
+from hf import HFModel
+from hf.config import describe, read_config
 from model import Transformer
 from runtime.checkpoint import Checkpoint
 from runtime.config import rope_frequencies
