@@ -16,6 +16,7 @@ from pathlib import Path
 
 from decoders.setup import (
     CHOOSING,
+    FLAGS,
     METHODS,
     OPTIONS,
     SETTINGS,
@@ -180,7 +181,7 @@ def add_method_arguments(p, methods, single=False, exclude=()):
         text = f"{', '.join(USERS[name])}: {option.help}"
         if option.default and option.kind is not bool:
             text += f" (default: {option.default})"
-        p.add_argument(flag(name), dest=name, help=text, **parsing(name, option, single))
+        p.add_argument(FLAGS[name], dest=name, help=text, **parsing(name, option, single))
 
 
 def parsing(name, option, single):
