@@ -328,7 +328,8 @@ def cad():
 
     def column(model):
         runs = runs_of(f"memory/choose/{model}")
-        grid = [setup for kind, setup in runs if kind == FALSE and setup.startswith("cad.")]
+        grid = [x for kind, x in runs if kind == FALSE and x.startswith("cad.")]
+        grid.sort(key=lambda x: runs[FALSE, x][0].setup.alpha)  # if two are best, the smaller α
         chosen, of_two = SETUPS[model]["chosen"], SETUPS[model]["CAD"]
         setups = "greedy", chosen, *grid
         values = [on_common_items([runs[kind, x][0] for x in setups]) for kind in (FALSE, TRUE)]

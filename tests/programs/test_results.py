@@ -74,4 +74,4 @@ def test_every_table_is_on_a_page():
 
 
 def test_the_figure_has_all_runs_of_explore():
-    assert "528 runs" in tables.explored().get_supxlabel()
+    assert "536 runs" in tables.explored().get_supxlabel()
