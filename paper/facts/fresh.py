@@ -15,8 +15,11 @@ import json
 import sys
 from pathlib import Path
 
+from cli.entry import run_program
+from cli.options import parser
 from paper.facts import among, choose, fill, order, others_of, row_of
 
+CONDITIONS = ("conflict", "agreement", "listed", "documents", "irrelevant")
 KINDS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
@@ -75,6 +78,12 @@ def questions(condition):
         yield row_of(name(fact), fact, KINDS[fact["kind"]], context, value)
 
 
-if __name__ == "__main__":
-    for row in questions(sys.argv[1]):
+def main():
+    p = parser(__doc__)
+    p.add_argument("condition", choices=CONDITIONS)
+    for row in questions(p.parse_args().condition):
         print(json.dumps(row, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

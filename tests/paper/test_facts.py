@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paper.facts import HALVES, PASSAGES, VALUES, WORDINGS, __main__, fill, load, questions
+from paper.facts import HALVES, PASSAGES, VALUES, WORDINGS, __main__, fill, fresh, load, questions
 from paper.tasks import TASKS, data
 from tests.checkpoints import write_lines
 
@@ -113,3 +113,7 @@ def test_the_program_prints_rows_of_the_task_qa(monkeypatch, capsys, tmp_path):
     assert rows == ROWS["explore", "implied", "false"]
     items = data.load_data(TASKS["qa"], write_lines(tmp_path / "qa.jsonl", rows), None)[0]
     assert [item["references"] for item in items] == [row["answers"] for row in rows]
+
+
+def test_an_unknown_condition_of_fresh_facts_is_refused(refused):
+    assert "invalid choice: 'agrement'" in refused(fresh.main, "agrement")
