@@ -90,21 +90,22 @@ def main(argv):
 def parse(argv):
     """(the options, those that all commands get)."""
     p = parser(__doc__, prog="evaluate.py choose")
-    p.add_argument("--data", required=True, type=Path, metavar="FILE", help="with `memory`")
-    p.add_argument("--agreement", type=Path, metavar="FILE", help="the same, passages are right")
-    p.add_argument("--model", required=True, metavar="M")
-    p.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="(default: runs)")
-    p.add_argument("--seed", type=number(int, 0), default=1234, help="of the split")
-    p.add_argument("--rank", type=positive, metavar="N", help="questions that rank the heads")
-    p.add_argument("--choose", type=positive, metavar="N", help="questions that choose")
-    p.add_argument(
+    add = p.add_argument
+    add("--data", required=True, type=Path, metavar="FILE", help="with `memory`")
+    add("--agreement", type=Path, metavar="FILE", help="the same, passages are right")
+    add("--model", required=True, metavar="M")
+    add("--out", type=Path, default=Path("runs"), metavar="DIR", help="(default: runs)")
+    add("--seed", type=number(int, 0), default=1234, help="of the split")
+    add("--rank", type=positive, metavar="N", help="questions that rank the heads")
+    add("--choose", type=positive, metavar="N", help="questions that choose")
+    add(
         "--points",
         type=number(float, 0),
         default=2,
         help="a setting may lose so many points in agreement (default: 2)",
     )
-    p.add_argument("--max-new-tokens", metavar="N", help="of the answers")
-    p.add_argument("--dry-run", action="store_true", help="print the commands and numbers only")
+    add("--max-new-tokens", metavar="N", help="of the answers")
+    add("--dry-run", action="store_true", help="print the commands and numbers only")
     p.epilog = "All other options go to each command, such as --transformers, --dtype, --system."
     args, options = p.parse_known_args(argv)
     return args, ["--model", args.model, *options]

@@ -52,10 +52,11 @@ FILES = tuple(File(**row) for row in table("files"))  # data, then sources of de
 def main(argv):
     p = parser("Download the data and demonstrations of the paper's tasks, and check them.")
     p.prog += " fetch"
-    p.add_argument("folder", type=Path, metavar="DIR", help="what --data and --demos then name")
-    p.add_argument("--task", default="all", metavar="T[,T…]", help="only for these (default: all)")
-    p.add_argument("--mirror", metavar="URL", help="read URL/HOST/PATH in place of every address")
-    p.add_argument(
+    add = p.add_argument
+    add("folder", type=Path, metavar="DIR", help="what --data and --demos then name")
+    add("--task", default="all", metavar="T[,T…]", help="only for these (default: all)")
+    add("--mirror", metavar="URL", help="read URL/HOST/PATH in place of every address")
+    add(
         "--metrics", action="store_true", help="also what metrics need: models, judges, nltk's data"
     )
     args = p.parse_args(argv)

@@ -89,28 +89,29 @@ def make_parser():
     )
     add_run_arguments(p, required="--task")
     add_method_arguments(p, short(METHODS), exclude=["without_context"])
-    p.add_argument("--decoder", **DECODER)
+    add = p.add_argument
+    add("--decoder", **DECODER)
     add_prompt_arguments(p)
-    p.add_argument(
+    add(
         "--closed-book",
         action="store_true",
         help="qa: leave the contexts out, to see which rows are answered with their `memory`",
     )
-    p.add_argument("--max-new-tokens", type=positive, metavar="N", help="(default: the task's)")
-    p.add_argument(
+    add("--max-new-tokens", type=positive, metavar="N", help="(default: the task's)")
+    add(
         "--min-new-tokens",
         type=positive,
         metavar="N",
         help="an answer ends after so many tokens at the earliest (default: it may be empty)",
     )
-    p.add_argument(
+    add(
         "--draft",
         type=positive,
         metavar="K",
         help="draft up to K tokens from the text and check them in one pass, with --batch-size 1: "
         "the same answers in fewer passes (default: none)",
     )
-    p.add_argument(
+    add(
         "--dry-run",
         action="store_true",
         help="print the prompts as JSON lines, by default in the layout chat, and load no model",
@@ -133,42 +134,40 @@ def paper_parser():
     p.set_defaults(**dict.fromkeys(NOT_PLANNED))
     add_run_arguments(p, required="--data")
     tables = [*plan.ORDER, "all", *dict.fromkeys(row["table"] for row in printed.table("paper"))]
-    p.add_argument(
+    add = p.add_argument
+    add(
         "--table",
         type=comma_list(one_of(tables, "table")),
         default=["main"],
         metavar="NAME[,NAME…]",
         help=f"{', '.join(plan.ORDER)}, all, or a table of paper/paper.csv (default: main)",
     )
-    p.add_argument(
+    add(
         "--method",
         type=comma_list(one_of(plan.PLANNED, "method")),
         default=plan.PLANNED,
         metavar="M[,M…]",
         help=f"only these methods: {', '.join(plan.PLANNED)}",
     )
-    p.add_argument("--like", metavar="MODEL", help="the runs of this model of the paper")
-    p.add_argument(
-        "--amateur", default=plan.AMATEUR, metavar="M2", help=f"(default: {plan.AMATEUR})"
-    )
-    p.add_argument(
-        "--plan", action="store_true", help="list the runs, and what is missing for them"
-    )
-    p.add_argument("--json", action="store_true", help="with --plan: a JSON line for each run")
+    add("--like", metavar="MODEL", help="the runs of this model of the paper")
+    add("--amateur", default=plan.AMATEUR, metavar="M2", help=f"(default: {plan.AMATEUR})")
+    add("--plan", action="store_true", help="list the runs, and what is missing for them")
+    add("--json", action="store_true", help="with --plan: a JSON line for each run")
     return p
 
 
 def add_run_arguments(p, required):
     """Add the options of both command lines. required: "--task" or "--data"."""
     add_model_arguments(p)
-    p.add_argument(
+    add = p.add_argument
+    add(
         "--task",
         required=required == "--task",
         default="all",
         metavar="T[,T…]",
         help=f"{', '.join(TASKS)}; all: those of the paper",
     )
-    p.add_argument(
+    add(
         "--data",
         required=required == "--data",
         type=Path,
@@ -177,15 +176,11 @@ def add_run_arguments(p, required):
         "downloaded, if it is on the Hugging Face hub)",
     )
     add_item_arguments(p)
-    p.add_argument(
+    add(
         "--batch-size", type=positive, default=16, metavar="B", help="prompts at once (default: 16)"
     )
-    p.add_argument(
-        "--tp", type=positive, default=1, metavar="K", help="ranks that share one model (torchrun)"
-    )
-    p.add_argument(
-        "--out", default="runs", metavar="DIR", help="folder of the runs (default: runs)"
-    )
+    add("--tp", type=positive, default=1, metavar="K", help="ranks that share one model (torchrun)")
+    add("--out", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
 
 
 def add_item_arguments(p):

@@ -40,8 +40,9 @@ def parse_args():
         "and begin: the data of the task qa (docs/own-data.md)",
     )
     origin.add_argument("--task", metavar="T", help="or the items of a task of evaluate.py")
-    p.add_argument("--data", type=Path, metavar="FILE", help="of --task, as for evaluate.py")
-    p.add_argument(
+    add = p.add_argument
+    add("--data", type=Path, metavar="FILE", help="of --task, as for evaluate.py")
+    add(
         "--out",
         required=True,
         type=Path,
@@ -50,8 +51,8 @@ def parse_args():
     )
     options.add_item_arguments(p)
     options.add_prompt_arguments(p)
-    p.add_argument("--seed", type=comma_list(number(int, 0)), help="of --sample (default: 1234)")
-    p.add_argument("--batch-size", type=positive, help="questions at once (default: 8)")
+    add("--seed", type=comma_list(number(int, 0)), help="of --sample (default: 1234)")
+    add("--batch-size", type=positive, help="questions at once (default: 8)")
     p.set_defaults(max_new_tokens=None, min_new_tokens=None, random_heads=None)
     args = p.parse_args()
     if args.questions:

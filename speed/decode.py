@@ -262,19 +262,16 @@ def parse():
     model.add_argument(
         "--model", metavar="M", help="a checkpoint, as a folder or hub id, in place of a shape"
     )
-    p.add_argument("--dtype", choices=DTYPES, help="(default: float32; of a checkpoint, its own)")
-    p.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
-    p.add_argument(
-        "--prompt", type=number(int, 2, 2**31 - 1), default=512, help="its tokens (default: 512)"
-    )
-    p.add_argument("--new", type=positive, default=32, help="further new tokens (default: 32)")
-    p.add_argument(
-        "--batch", type=positive, default=1, metavar="B", help="prompts at once (default: 1)"
-    )
-    p.add_argument("--rounds", type=positive, default=5, help="after a warm-up (default: 5)")
+    add = p.add_argument
+    add("--dtype", choices=DTYPES, help="(default: float32; of a checkpoint, its own)")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
+    add("--prompt", type=number(int, 2, 2**31 - 1), default=512, help="its tokens (default: 512)")
+    add("--new", type=positive, default=32, help="further new tokens (default: 32)")
+    add("--batch", type=positive, default=1, metavar="B", help="prompts at once (default: 1)")
+    add("--rounds", type=positive, default=5, help="after a warm-up (default: 5)")
     known = [*METHODS, *PEERS]
     default = ["greedy", "decore-entropy", "transformers", "two-pass"]
-    p.add_argument(
+    add(
         "--methods",
         nargs="+",
         default=default,
@@ -282,10 +279,8 @@ def parse():
         metavar="NAME",
         help=f"{', '.join(known)} (default: {' '.join(default)})",
     )
-    p.add_argument(
-        "--no-graph", dest="graph", action="store_false", help="this project without CUDA graphs"
-    )
-    p.add_argument("--json", action="store_true", help="print one JSON line")
+    add("--no-graph", dest="graph", action="store_false", help="this project without CUDA graphs")
+    add("--json", action="store_true", help="print one JSON line")
     args = p.parse_args()
     peers = ", ".join(name for name in args.methods if name in PEERS)
     if peers and "RANK" in os.environ:
