@@ -52,6 +52,7 @@ NOTES = (*FIELDS["growing"], *FIELDS["surrounding"], *FIELDS["note"])  # they ch
 # matter; the product changes a last digit, but turns near-ties, so reports name it.
 CONTINUED = (*NOTES, "measure", "head_file", "product")
 SURROUNDINGS = (*FIELDS["surrounding"], "product")
+STOPS = ("eos", "length", "stop")  # of decore.Generation
 
 
 def make_header(bench, setup, how, model, fingerprints, more):
@@ -223,9 +224,14 @@ def continued(path, header, items):
         )
     for line in lines:
         item = items.get(line["index"])
+        problem = None
         if item is None or line | item != line:
+            problem = "is not that of the data"
+        elif not is_answer(line, header["max_new_tokens"] is None):
+            problem = "has no complete answer"
+        if problem:
             raise InputError(
-                f"{line.place}: item {line['index']} is not that of the data; "
+                f"{line.place}: item {line['index']} {problem}; "
                 "choose another --out or remove the file"
             )
     grown = FIELDS["growing"] if header["n"] > stored["n"] else ()
@@ -239,6 +245,16 @@ def continued(path, header, items):
         part = {"items": [min(missing), max(missing)]} | origin | changes
         kept["continued"] = [*parts, part]
     return kept, lines
+
+
+def is_answer(line, choice):
+    """Whether a stored line has all fields of an answer. choice: of multiple choice."""
+    names = ("scores_true", "scores_false") if choice else ("ids", "alphas", "entropies")
+    lists = [line.get(name) for name in names]
+    if not all(isinstance(values, list) for values in lists):
+        return False
+    ended = isinstance(line.get("prediction"), str) and line.get("stop") in STOPS
+    return choice or ended and len(set(map(len, lists))) == 1
 
 
 def differences(stored, new, prefix=""):

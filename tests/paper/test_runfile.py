@@ -100,6 +100,8 @@ LINES = [
     ('{"index": 1, "a": ' + "[" * 100_000, "line 2: not JSON"),
     (json.dumps(row(0)), "line 3: the same item as"),
 ]
+for change in dict(alphas=None), dict(alphas=[]), dict(prediction=1), dict(stop="x"):
+    LINES.append((json.dumps(row(1, **change)), "line 2: item 1 has no complete answer"))
 HEADERS = """
 {"alpha": 1.0} | other settings (alpha: 0.5 there, 1.0 now)
 {"n": 2} | other settings (n: 3 there, 2 now)
