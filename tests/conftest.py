@@ -1,5 +1,6 @@
 """Shared fixtures: calls of programs, a tiny chat model, small data sets of the benchmarks."""
 
+import gc
 import json
 import os
 import re
@@ -23,6 +24,10 @@ TEMPLATE = (
 
 torch.set_num_threads(1)  # several threads make tiny models slower
 os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that tests start
+
+
+def pytest_collection_finish():
+    gc.freeze()  # later collections, as before each CUDA graph, skip the libraries
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from model import common_prefix
 from tests.checkpoints import random_ids
 from tests.methods import CASES, HEADS, method_of
 
-PREFIX = random_ids(150, seed=1)
+PREFIX = random_ids(90, seed=1)
 PROMPTS = [
     PREFIX + random_ids(9, seed=9),
     PREFIX + random_ids(31, seed=31),

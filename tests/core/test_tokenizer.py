@@ -6,6 +6,7 @@ SentencePiece with byte fallback (Llama 2, Mistral)."""
 import itertools
 import json
 import random
+from functools import cache
 
 import pytest
 import transformers
@@ -439,6 +440,7 @@ def test_a_contradiction_about_the_first_space_is_refused(core, tmp_path):
         save(tmp_path, core, add_prefix_space=not adds)
 
 
+@cache
 def mistral(pattern):
     """A tokenizer of more than 100,000 tokens with the words of ENGLISH, but for " NaOH"."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
