@@ -148,6 +148,15 @@ def test_a_decoder_gives_what_score_and_generate_give(small, method):
     assert texts == [tokenizer.decode(g.ids).split("w")[0] for g in expected]
 
 
+# Context and answer → the texts that are encoded. "er" is a token.
+MERGED = """
+["Answe", "r"] | ["Answe", "r"]
+["Answe ", "r"] | ["Answe", " r"]
+[" ", "r"] | ["<|end|>", " r"]
+["Answer", "s"] | ["Answer", "s"]
+"""
+
+
 def test_an_answer_that_merges_with_its_context_is_tokenised_alone(tmp_path):
     folder = write(tmp_path / "m", "qwen2")
     content = read_json(folder / "tokenizer.json")
@@ -158,14 +167,9 @@ def test_an_answer_that_merges_with_its_context_is_tokenised_alone(tmp_path):
     write_json(folder / "tokenizer.json", content)
     model, tokenizer = Transformer.load(folder), Tokenizer.load(folder)
     lm = HarnessModel(model, tokenizer, Greedy())
-    for pair, parts in [
-        (("Answe", "r"), ("Answe", "r")),
-        (("Answe ", "r"), ("Answe", " r")),
-        ((" ", "r"), (END, " r")),
-        (("Answer", "s"), ("Answer", "s")),
-    ]:
+    for pair, parts in (map(json.loads, row) for row in rows(MERGED)):
         ids = [tokenizer.encode(part, bos=False) for part in parts]
-        [(log_p, _)] = run(lm, "loglikelihood", [pair])
+        [(log_p, _)] = run(lm, "loglikelihood", [tuple(pair)])
         assert log_p == pytest.approx(score(model, *ids, Greedy()))
 
 

@@ -53,7 +53,7 @@ def options(tmp_path, monkeypatch):
     template.write_text("Context: {context}\nAnswer: {question}")
     paths = f"--data {tmp_path}/conflict.jsonl --agreement {tmp_path}/agreement.jsonl"
     options = f"{paths} --model miniature --template {template} --max-new-tokens 6"
-    return [*options.split(), "--out", str(tmp_path / "runs")]
+    return f"{options} --out {tmp_path}/runs".split()
 
 
 @pytest.mark.parametrize("end", ["os._exit(130)", "os.kill(os.getpid(), 9)"])

@@ -23,8 +23,8 @@ def python(tmp_path_factory):
     python = folder / "bin" / "python"
     [packages] = folder.glob("lib/*/site-packages")
     (packages / "parent.pth").write_text(sysconfig.get_path("purelib"))
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps"]
-    pip += ["--no-build-isolation"]
+    pip = f"-m pip --python {python} install -q --no-deps --no-build-isolation"
+    pip = [sys.executable, *pip.split()]
     copy = subprocess.run([*pip, ROOT], capture_output=True, text=True)
     assert copy.returncode and "DeCoRe runs from a clone: git clone" in copy.stderr
     subprocess.run([*pip, "-e", ROOT], check=True)
