@@ -40,17 +40,18 @@ def test_many_answers_go_through_in_several_passes(llama, passes, monkeypatch):
         assert score(llama, [5], answer, Greedy()) == pytest.approx(value, abs=1e-2)
 
 
-DECODED_AS_SCORED = [
-    Greedy(),
-    Masked(HEADS, mask_prompt=True),
-    DeCoRe(HEADS, mask_prompt=True, alpha=0.5),
-    DeCoRe(HEADS, mask_prompt=True),
-    DoLa("high", dola_layers="halves", relative_top=0.9),  # few tokens are candidates
-]
+DECODED_AS_SCORED = """
+Greedy()
+Masked(HEADS, mask_prompt=True)
+DeCoRe(HEADS, mask_prompt=True, alpha=0.5)
+DeCoRe(HEADS, mask_prompt=True)
+DoLa("high", dola_layers="halves", relative_top=0.9)  # few tokens are candidates
+"""
 
 
-@pytest.mark.parametrize("method", DECODED_AS_SCORED, ids=str)
-def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, method):
+@pytest.mark.parametrize("record", DECODED_AS_SCORED.strip().splitlines())
+def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, record):
+    method = eval(record)
     text = generate(llama, PROMPTS[1], method, max_new_tokens=5).ids
     answers = [text, text[:4] + [text[4] ^ 1], text[:2]]
     [(sums, greedy)] = loglikelihoods(llama, [PROMPTS[1]], [answers], [method])

@@ -37,18 +37,14 @@ def options(tmp_path, monkeypatch):
     monkeypatch.setattr(choose, "run", run)
     few = "--method greedy", "--method decore-entropy --num-heads 1,2", "--method cad --alpha 0.5,1"
     monkeypatch.setattr(choose, "GRID", few)
-    for name in ("conflict", "agreement"):
-        lines = []
-        for i, item in enumerate(make_split("conflict", 60, seed=3)):
-            context, question = item.prompt.removeprefix("Context: ").split("\nAnswer: ")
-            line = dict(id=f"q{i}", question=question)
-            if name == "conflict":
-                line |= dict(context=context, answers=item.answer, memory=item.memory)
-            else:
-                context = context.replace(item.answer, item.memory)
-                line |= dict(context=context, answers=item.memory)
-            lines.append(line)
-        write_lines(tmp_path / f"{name}.jsonl", lines)
+    conflict, agreement = [], []
+    for i, (prompt, answer, memory) in enumerate(make_split("conflict", 60, seed=3)):
+        context, question = prompt.removeprefix("Context: ").split("\nAnswer: ")
+        line = dict(id=f"q{i}", question=question, context=context)
+        conflict.append(line | dict(answers=answer, memory=memory))
+        agreement.append(line | dict(context=context.replace(answer, memory), answers=memory))
+    write_lines(tmp_path / "conflict.jsonl", conflict)
+    write_lines(tmp_path / "agreement.jsonl", agreement)
     template = tmp_path / "template.txt"
     template.write_text("Context: {context}\nAnswer: {question}")
     paths = f"--data {tmp_path}/conflict.jsonl --agreement {tmp_path}/agreement.jsonl"

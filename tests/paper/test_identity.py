@@ -111,22 +111,28 @@ def header(monkeypatch):
     return header | {"max_new_tokens": TASKS["popqa"].max_new_tokens}
 
 
-def write_run(path, header, right=4):
-    lines = [{"header": header}]
-    for i in range(8):
-        line = {"index": i, "question": f"q{i}", "references": ["Alaria"], "entropies": [0.1]}
-        line |= {"prediction": " Alaria." if i < right else " Bodun.", "stop": "eos"}
-        lines.append(line | {"scores_true": [i], "scores_false": [4], "split": "proverb-ending"})
-    return write_lines(path, lines)
+@pytest.fixture
+def add(header, tmp_path):
+    """add(name, right, **changes of the header) writes a run → its path."""
+
+    def write(run, right=4, **changes):
+        lines = [{"header": header | changes}]
+        for i in range(8):
+            line = dict(index=i, question=f"q{i}", references=["Alaria"], entropies=[0.1])
+            line |= dict(scores_true=[i], scores_false=[4], split="proverb-ending", stop="eos")
+            lines.append(line | dict(prediction=" Alaria." if i < right else " Bodun."))
+        return write_lines(tmp_path / f"{run}.jsonl", lines)
+
+    return write
 
 
 @each("name, same, other, expected", FIELDS)
-def test_two_runs_that_differ_in_one_field(header, tmp_path, capsys, name, same, other, expected):
+def test_two_runs_that_differ_in_one_field(add, tmp_path, capsys, name, same, other, expected):
     """The runs are named by their paths, and what is left out by a line with both and the field."""
-    first = header | {"method": "masked", "decoder": None} | value(same)
-    greedy = write_run(tmp_path / "greedy.jsonl", first | {"method": "greedy"})
-    a = write_run(tmp_path / "a.jsonl", first)
-    b = write_run(tmp_path / "b.jsonl", first | {name: value(other)}, right=6)
+    first = dict(method="masked", decoder=None) | value(same)
+    greedy = add("greedy", **first | dict(method="greedy"))
+    a = add("a", **first)
+    b = add("b", 6, **first | {name: value(other)})
     runs = results.select(stored.collect(tmp_path))
     tables = results.short_tables(runs)
     errors = capsys.readouterr().err.splitlines()
@@ -158,35 +164,35 @@ def test_the_table_above_has_every_field_of_a_header(header):
     assert sorted(header) == sorted(name for name, *_ in rows(FIELDS))
 
 
-def test_seed_and_origin_of_heads_are_no_setup_if_they_change_no_head(header, tmp_path, capsys):
-    for name, more in (("a", {}), ("b", {"seed": 5})):
-        write_run(tmp_path / f"{name}.jsonl", header | {"method": "masked", "decoder": None} | more)
-    drawn = header | {"method": "masked", "random_heads": "uniform", "seed": 1}
-    write_run(tmp_path / "c.jsonl", drawn)
-    write_run(tmp_path / "d.jsonl", drawn | {"head_file": OTHER, "measure": "write"})
+def test_seed_and_origin_of_heads_are_no_setup_if_they_change_no_head(add, tmp_path, capsys):
+    add("a", method="masked", decoder=None)
+    add("b", method="masked", decoder=None, seed=5)
+    drawn = dict(method="masked", random_heads="uniform", seed=1)
+    add("c", **drawn)
+    add("d", **drawn, head_file=OTHER, measure="write")
     names = [run.path.name for run in results.select(stored.collect(tmp_path))]
     errors = capsys.readouterr().err
     assert names == ["a.jsonl", "c.jsonl"]
     assert "differ in seed" in errors and "differ in measure, head_file" in errors
 
 
-def test_a_header_of_earlier_code_lacks_fields_without_a_value(header, tmp_path, capsys):
-    early = {name: value for name, value in header.items() if value not in (None, "own")}
-    write_run(tmp_path / "a.jsonl", header | {"method": "greedy"})
-    write_run(tmp_path / "b.jsonl", early | {"method": "masked", "num_heads": 1}, right=5)
-    write_run(tmp_path / "c.jsonl", header | {"method": "masked"}, right=5)
+def test_a_header_of_earlier_code_lacks_fields_without_a_value(add, header, tmp_path, capsys):
+    add("a", method="greedy")
+    add("c", 5, method="masked")
+    for name in [name for name, value in header.items() if value in (None, "own")]:
+        del header[name]
+    add("b", 5, method="masked", num_heads=1)
     runs = results.select(stored.collect(tmp_path))
     [table] = results.short_tables(runs).values()
     assert [row.versus and row.versus.won for row in table] == [None, 1]
     assert "c.jsonl: the same setup as" in capsys.readouterr().err
 
 
-def test_rules_of_ones_own_have_a_row_each(header, tmp_path, done):
+def test_rules_of_ones_own_have_a_row_each(add, tmp_path, done):
     """Two of one file, and one of the same name in another file."""
-    write_run(tmp_path / "greedy.jsonl", header | {"method": "greedy"})
+    add("greedy", method="greedy")
     for number, (method, file) in enumerate((("one", FILE), ("two", FILE), ("one", OTHER))):
-        own = {"method": method, "decoder": file}
-        write_run(tmp_path / f"{number}.jsonl", header | own, right=5 + number)
+        add(number, 5 + number, method=method, decoder=file)
     out, err = done(evaluate.main, "report", tmp_path)
     expected = """
 | one, N = 1, decoder a.json aaaaaa | 8 | 62.5
@@ -198,18 +204,18 @@ def test_rules_of_ones_own_have_a_row_each(header, tmp_path, done):
     assert all(f"\n{number}.jsonl," in out for number in range(3))
 
 
-def test_checkpoints_of_one_name_have_tables_of_their_own(header, tmp_path, done):
+def test_checkpoints_of_one_name_have_tables_of_their_own(add, tmp_path, done):
     for number, method in enumerate(("greedy", "masked", "greedy", "masked")):
-        run = {"method": method, "decoder": None, "fingerprint": {"weights": number // 2}}
-        write_run(tmp_path / f"{number}.jsonl", header | run, right=2 + number)
+        fingerprint = {"weights": number // 2}
+        add(number, 2 + number, method=method, decoder=None, fingerprint=fingerprint)
     out, err = done(evaluate.main, "report", tmp_path)
     titles = [line for line in out.splitlines() if line.startswith("### PopQA: m, checkpoint ")]
     assert len(set(titles)) == 2 and not err
     assert out.count("| +12.5 ") == 2
 
 
-def test_values_that_other_code_computed_are_computed_again(header, tmp_path, monkeypatch):
-    path = write_run(tmp_path / "a.jsonl", header | {"method": "greedy"})
+def test_values_that_other_code_computed_are_computed_again(add, tmp_path, monkeypatch):
+    path = add("a", method="greedy")
     monkeypatch.setattr("time.perf_counter", iter(range(0, 1000, 10)).__next__)  # all is slow
     stored.read(path)
     store = tmp_path / "a.scores.json"
@@ -223,8 +229,8 @@ def test_values_that_other_code_computed_are_computed_again(header, tmp_path, mo
         assert stored.read(path).values[0]["answer_contained"] == 1
 
 
-def test_a_run_without_the_value_of_a_table_is_named(header, tmp_path, done, monkeypatch):
-    path = write_run(tmp_path / "a.jsonl", header | {"method": "greedy", "task": "xsum"})
+def test_a_run_without_the_value_of_a_table_is_named(add, tmp_path, done, monkeypatch):
+    path = add("a", method="greedy", task="xsum")
     monkeypatch.setattr(model_metrics.rouge, "problem", lambda: "rougeL needs a library")
     _, err = done(evaluate.main, "report", tmp_path)
     assert f"left out: {path}: no values of the task's metrics\n" in err

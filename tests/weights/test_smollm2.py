@@ -20,7 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from cli import decode as program
-from decoders.baselines import AD, CAD, CD, DoLa
+from decoders.baselines import AD
 from decoders.scoring import score
 from decore import DeCoRe, Greedy, Masked, generate
 from heads import load_heads, random_heads
@@ -32,6 +32,7 @@ from model import Transformer
 from runtime.files import read_json
 from tests.checkpoints import write_json
 from tests.core.test_decore import contrast, log_softmax
+from tests.decoders import test_baselines as baselines
 from tests.decoders.test_baselines import next_scores, with_oracle
 from tokenizer import Tokenizer
 
@@ -112,9 +113,8 @@ OTHERS = ("greedy", "cd", "cad", "dola-low", "dola-high", "ad")
 
 
 def method_of(name, small, without):
-    of_all = {"greedy": Greedy(), "cd": CD(small.model), "cad": CAD(without), "ad": AD()}
-    of_all |= {"dola-low": DoLa("low"), "dola-high": DoLa("high")}
-    return (MASKING | of_all)[name]
+    of_all = MASKING | {"greedy": Greedy(), "ad": AD()}
+    return of_all.get(name) or baselines.method_of(name, small, without)
 
 
 def free_port():
