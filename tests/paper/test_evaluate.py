@@ -154,17 +154,17 @@ def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(
     assert lines[2]["prompt_tokens"] == lines[0]["prompt_tokens"] + len("think")
 
 
-@pytest.mark.parametrize(
-    "template, family, layout",
-    [
-        (None, "llama3", "plain"),
-        (TEMPLATE, "mistral", "mistral"),
-        ("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE,)
-        + ("llama3", "user"),
-    ],
-)
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+LAYOUTS = """
+None | llama3 | plain
+TEMPLATE | mistral | mistral
+REFUSES + TEMPLATE | llama3 | user
+"""
+
+
+@each("template, family, layout", LAYOUTS)
 def test_the_layout_is_the_models(runs, data, tmp_path, template, family, layout):
-    write_model(tmp_path, template, family)
+    write_model(tmp_path, eval(template), family)
     [[settings, _]] = runs(f"--model {tmp_path}", data["nq-closed"], GREEDY, "--limit 1")
     assert settings["layout"] == layout
 

@@ -42,11 +42,9 @@ def cell(value):
 def write_questions(path, questions=ROWS, separator=","):
     """A file of the kind that its name says → its path."""
     if path.suffix == ".parquet":
-        texts = [
-            [answers] if isinstance(answers, str) else answers
-            for answers in (row["answers"] for row in questions)
-        ]
-        pandas.DataFrame(questions).assign(answers=texts).to_parquet(path)
+        table = pandas.DataFrame(questions)
+        table["answers"] = [x if isinstance(x, list) else [x] for x in table.answers]
+        table.to_parquet(path)
     elif path.suffix == ".json":
         write_json(path, questions)
     elif path.suffix == ".jsonl":
