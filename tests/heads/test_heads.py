@@ -105,6 +105,10 @@ def test_the_overlaps_of_the_readme_are_those_of_the_files():
         a, b = ({*sorted(scores, key=scores.get, reverse=True)[:n]} for scores in rankings)
         return len(a & b)
 
+    def shared(name, *measures):
+        both = [of(name, measure) for measure in measures]
+        return f"{overlap(10, *both)}, {overlap(20, *both)}"
+
     lines = re.findall(r"\| (\d) \| (\S+) \| (\S+) \| (\S+) \|$", README, re.M)
     for (number, *cells), names in zip(lines, COMPARED.strip().splitlines(), strict=True):
         pairs = [[of(name) for name in pair.split()] for pair in names.split(", ")]
@@ -117,20 +121,19 @@ def test_the_overlaps_of_the_readme_are_those_of_the_files():
     )
     for name, *cells, common in of_measures:
         content = stored(name)
-        scores = [of(name, measure) for measure in ("copy", "write", "mass")]
-        above = sum(score > 0.1 for score in scores[0].values())
+        copy = [*of(name).values()]
+        above = sum(score > 0.1 for score in copy)
         runs = content["samples"] / content["success_rate"]
-        assert [int(x) for x in cells] == [content["samples"], round(runs), above, len(scores[0])]
-        pairs = [[overlap(n, *pair) for n in (10, 20)] for pair in combinations(scores, 2)]
-        assert common == " | ".join(f"{a}, {b}" for a, b in pairs)
+        assert [int(x) for x in cells] == [content["samples"], round(runs), above, len(copy)]
+        pairs = combinations(("copy", "write", "mass"), 2)
+        assert common == " | ".join(shared(name, *pair) for pair in pairs)
     assert len(of_measures) == 4
     pairs = r"(\d, \d) \| (\d, \d) \| (\d, \d)"
     of_effect = re.findall(rf"^\| (\S+) \| (\d+) \| {pairs} \|$", README, re.M)
     for name, n, *cells in of_effect:
         assert int(n) == stored(name)["effect_facts"]["n"]
         for cell, measure in zip(cells, ("copy", "write", "mass")):
-            both = [read_scores(find_file(name), m) for m in ("effect", measure)]
-            assert cell == f"{overlap(10, *both)}, {overlap(20, *both)}"
+            assert cell == shared(name, "effect", measure)
     assert len(of_effect) == 3
 
 
