@@ -320,13 +320,10 @@ def test_logits_that_are_not_finite_are_an_error(tmp_path):
             function(broken, [5], *answer, method=Greedy())
 
 
-def stand_in(vocab_size):
+def lite(vocab_size=96):
     config = SimpleNamespace(vocab_size=vocab_size, max_positions=12, n_layers=1, n_heads=1)
-    return SimpleNamespace(name="short", pad_ids=(), config=config)
-
-
-def lite(vocab_size=96, heads=((0, 0),)):
-    return DeCoRe(heads, amateur=stand_in(vocab_size))
+    amateur = SimpleNamespace(name="short", pad_ids=(), config=config)
+    return DeCoRe([(0, 0)], amateur=amateur)
 
 
 class Nan(DeCoRe):

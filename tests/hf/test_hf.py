@@ -42,13 +42,14 @@ from tests.methods import HEADS, MASKING
 from tests.tables import each
 
 PROMPTS = [random_ids(14, seed=1), random_ids(5, seed=2), random_ids(11, seed=3)]
-BASELINES = [
-    CAD([prompt[2:] for prompt in PROMPTS]),
-    DoLa("low", "halves"),
-    DoLa("high", repetition_penalty=1.3),
-    AD(info_layer=1),
-    AD(info_layer=3),
-]
+BASELINES = """
+CAD([prompt[2:] for prompt in PROMPTS])
+DoLa("low", "halves")
+DoLa("high", repetition_penalty=1.3)
+AD(info_layer=1)
+AD(info_layer=3)
+"""
+BASELINES = [*map(eval, BASELINES.split("\n")[1:-1])]
 N = dict(max_new_tokens=6, eos_ids=())
 FEW = dict(max_new_tokens=3, eos_ids=())
 RECURRENT = ["falcon_h1", "qwen3_next", "lfm2", "inkling_text"]  # their layers keep a state

@@ -25,7 +25,7 @@ from decoders.scoring import score
 from decore import DeCoRe, Greedy, Masked, generate
 from heads import load_heads, random_heads
 from heads.detect import answer_runs, mean_scores, run_batch
-from heads.measures import prefilled
+from heads.measures import effects, prefilled
 from heads.needles import HAYSTACK, make_prompts, read_haystack, read_needles
 from hf import HFModel
 from model import Transformer
@@ -123,14 +123,14 @@ def free_port():
         return s.getsockname()[1]
 
 
-def masked_logits(oracle, ids, start):
-    """Logits without HEADS in the tokens from `start` on, float64 [T, V]."""
+def masked_logits(oracle, ids, start, heads=HEADS):
+    """Logits without these heads in the tokens from `start` on, float64 [T, V]."""
 
     def zero(head, _, args):
         args[0].unflatten(-1, (9, 64))[:, start:, head] = 0
 
     hooks = []
-    for layer, head in HEADS:
+    for layer, head in heads:
         projection = oracle.model.layers[layer].self_attn.o_proj
         hooks.append(projection.register_forward_pre_hook(partial(zero, head)))
     logits = oracle(torch.tensor([ids])).logits[0].numpy()
@@ -191,6 +191,18 @@ def test_scores_of_answers_are_those_of_the_equations_in_float64(
         )
     sums = score(expert.model, prompt, answers, method)
     assert sums == pytest.approx(expected, abs=3e-3)  # nats
+
+
+def test_the_effect_ranks_heads_as_masking_each_of_them_alone_does(expert, prompts, tokenizer):
+    prompt, answer = prompts[0][0], tokenizer.encode(" a silver compass", bos=False)
+    effect = effects(expert.model, [prompt], [answer]).flatten().numpy()
+    some = effect.argsort()[::20]
+    sums, first = [], len(prompt) - 1
+    for heads in [], *([divmod(i, 9)] for i in some.tolist()):
+        logits = masked_logits(expert.oracle, prompt + answer, first, heads)[first:]
+        sums.append(sum(log_softmax(z)[token] for z, token in zip(logits, answer)))
+    lost = sums[0] - np.array(sums[1:])
+    assert np.corrcoef(lost, effect[some])[0, 1] > 0.9
 
 
 def test_every_engine_writes_the_same_answers(expert, hf, prompts, tokenizer, tmp_path):
