@@ -70,18 +70,11 @@ def test_texts_on_one_side_of_the_limit_decode_as_each_alone(family, prompts):
     assert score(model, prompts[0], answer, Greedy()) == pytest.approx(plain, abs=1e-3)
 
 
-def answer_inside(hf, prompts):
-    decode_inside(hf, prompts)
-
-
-def answer(hf, prompts):
-    generate(HFModel(hf), prompts, DeCoRe(HEADS), **N)
-
-
-def score_answer(hf, prompts):
-    score(HFModel(hf), prompts, [[BELOW[0][:6]]] * len(prompts), DeCoRe(HEADS))
-
-
+WAYS = """
+generate(HFModel(hf), prompts, DeCoRe(HEADS), **N)
+decode_inside(hf, prompts)
+score(HFModel(hf), prompts, [[BELOW[0][:6]]] * len(prompts), DeCoRe(HEADS))
+"""
 REFUSED = """
 scaled("phi3") | 12 | this prompt with its answer passes that
 scaled("llama") | 12 | this prompt with its answer passes that
@@ -92,13 +85,14 @@ scaled("phi3") | 20 7 | a part of this batch is longer
 """
 
 
-@pytest.mark.parametrize("decode", [answer, answer_inside, score_answer])
+@pytest.mark.parametrize("call", WAYS.split("\n")[1:-1])
 @each("model, lengths, words", REFUSED)
 def test_texts_on_both_sides_of_the_limit_are_refused_before_the_first_token(
-    decode, model, lengths, words
+    call, model, lengths, words
 ):
+    hf, prompts = eval(model), [random_ids(int(n)) for n in lengths.split()]
     with pytest.raises(ValueError, match="scales positions beyond 16 tokens") as error:
-        decode(eval(model), [random_ids(int(n)) for n in lengths.split()])
+        eval(call, globals() | dict(hf=hf, prompts=prompts))
     assert words in str(error.value) and "\n" not in str(error.value)
 
 

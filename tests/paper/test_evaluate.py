@@ -34,7 +34,7 @@ from runtime.checkpoint import Checkpoint
 from runtime.files import read_json
 from tests.checkpoints import read_lines, write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
-from tests.paper.test_tasks import DEMOS, write, write_data
+from tests.paper.test_tasks import DEMOS, write, write_tasks
 from tests.ranks import on_processes
 from tests.tables import cells, each
 
@@ -350,9 +350,7 @@ def test_a_sweep_reads_its_prompts_once_and_writes_what_single_runs_do(
 def test_every_task_runs_and_what_does_not_fit_is_said_before_the_first_run(
     start, bare, tmp_path, monkeypatch
 ):
-    for task in PAPER:
-        (tmp_path / task.folder).mkdir(exist_ok=True)
-        write_data(task.name, tmp_path / task.folder)
+    write_tasks([task.name for task in PAPER], tmp_path)
     demos = write(tmp_path / "demos.jsonl", *DEMOS)
     monkeypatch.setattr(metrics, "problems", lambda task: [f"{task.name} needs more"])
     options = "--task all --method greedy,cad --max-new-tokens 2 --limit 1"
@@ -379,9 +377,7 @@ def test_values_that_agree_in_six_digits_have_files_of_their_own(start, bare, da
 def test_a_stored_run_of_a_later_task_is_compared_before_the_first_run(
     start, refusal, bare, tmp_path
 ):
-    for name in ("nq-swap", "memotrap"):
-        (tmp_path / TASKS[name].folder).mkdir()
-        write_data(name, tmp_path / TASKS[name].folder)
+    write_tasks(["nq-swap", "memotrap"], tmp_path)
     demos = write(tmp_path / "demos.jsonl", *DEMOS)
     options = f"{bare} --data {tmp_path} --method greedy --out {tmp_path}/out"
     [one] = start(options, "--task memotrap")[1]

@@ -84,14 +84,20 @@ def write_data(name, folder):
     return write(folder / file, row)
 
 
+def write_tasks(names, home):
+    """Data of tasks in their folders."""
+    for name in names:
+        folder = home / TASKS[name].folder
+        folder.mkdir(exist_ok=True)
+        write_data(name, folder)
+
+
 @pytest.fixture
 def load(tmp_path):
     """load(task) → its only item, its demonstrations. The data are in the task's subfolder."""
 
     def read(name):
-        folder = tmp_path / TASKS[name].folder
-        folder.mkdir(exist_ok=True)
-        write_data(name, folder)
+        write_tasks([name], tmp_path)
         demos = None if name == "nq-open" else write(tmp_path / "d.jsonl", *DEMOS)
         [item], _, demos, _ = data.load_data(TASKS[name], tmp_path, demos)
         return item, demos
