@@ -327,13 +327,13 @@ def read_chat_template(checkpoint):
         path = checkpoint.folder / file
         if path.exists():
             return read_text(path)
-    text = checkpoint.read("tokenizer_config.json").get("chat_template") or ""
-    if isinstance(text, list):
-        text = {
-            named.get("name"): named.get("template") for named in text if isinstance(named, dict)
-        }
+    text = checkpoint.read("tokenizer_config.json").get("chat_template")
+    for named in text if isinstance(text, list) else ():
+        if isinstance(named, dict) and named.get("name") == "default":
+            text = named.get("template")
     if isinstance(text, dict):
-        text = text.get("default")
+        text = text.get("default", text)
+    text = text or ""
     if not isinstance(text, str):
         raise InputError(
             f"{checkpoint.folder}/tokenizer_config.json: chat_template must be a text, "

@@ -563,6 +563,8 @@ tokenizer_config.json | {"extra_special_tokens": ["<a>"]} | _config.json: .*'<a>
 added_tokens.json | {"<a>": Infinity} | cannot read the added tokens
 tokenizer_config.json | {"chat_template": [{"name": "rag", "template": "x"}]} | chat_template must \
 be a text
+tokenizer_config.json | {"chat_template": [{"name": ["x"]}]} | chat_template must be a text
+tokenizer_config.json | {"chat_template": {"default": null}} | no chat template, like most
 generation_config.json | {"eos_token_id": [1, null]} | eos_token_id is
 chat_template.jinja |  | no chat template, like most base models: use plain text
 chat_template.jinja | {{ raise_exception('no\\nlines') }} | no lines
