@@ -75,9 +75,10 @@ class HFCache:
         """As `Cache.copy_prompts`; False if a layer keeps more than keys and values."""
         if not other.can_take_back():
             return False
-        self.kv = copy.deepcopy(other.kv)
-        self.kv.crop(-other.slots)
-        self.kv.reorder_cache(torch.arange(len(self.lengths)).repeat(self.rows))
+        if self.P:  # else no layer has keys
+            self.kv = with_same_tensors(other.kv)
+            self.kv.crop(-other.slots)
+            self.kv.reorder_cache(torch.arange(len(self.lengths)).repeat(self.rows))
         return True
 
     def values(self, n):
@@ -101,7 +102,7 @@ class HFCache:
         """As `Cache.select`, but always copies."""
         every = torch.arange(self.rows * len(self.lengths), device=self.lengths.device)
         new = copy.copy(self)
-        new.kv = copy.deepcopy(self.kv, {id(x): x for x in tensors_in(self.kv)})  # selected below
+        new.kv = with_same_tensors(self.kv)  # selected below
         if self.P:
             new.kv.reorder_cache(every.unflatten(0, (self.rows, -1))[:, texts].flatten())
         new.lengths = self.lengths[texts]
@@ -116,6 +117,11 @@ def without_window(layer):
     if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
         return LinearAttentionAndFullAttentionLayer(layer.number_of_states)
     return layer
+
+
+def with_same_tensors(kv):
+    """A copy of a cache of transformers, but for its tensors."""
+    return copy.deepcopy(kv, {id(x): x for x in tensors_in(kv)})
 
 
 def tensors_in(kv):

@@ -220,6 +220,9 @@ def test_runs_that_share_their_prompts_decode_alike(family, monkeypatch):
     assert [cache() is not None for cache in caches] == [True, False, False]
     longest = max(map(len, PROMPTS)) - 1
     assert lengths.count(longest) == (3 if family in RECURRENT else 1)
+    short = [PROMPTS[0][:1], PROMPTS[1][:1]]  # whose caches are empty
+    for method in methods:
+        assert_equal(generate(reader, short, method, **FEW), generate(model, short, method, **FEW))
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NO_QUERY])
