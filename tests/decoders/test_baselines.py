@@ -71,13 +71,9 @@ def small(amateur):
 
 def method_of(name, small, without):
     """The record of a name. without: prompts without context, in the form of ids."""
-    return {
-        "cd": CD(small.model),
-        "cad": CAD(without),
-        "dola-low": DoLa("low"),
-        "dola-high": DoLa("high"),
-        "ad": AD(info_layer=3),
-    }[name]
+    if name.startswith("dola"):
+        return DoLa(name.removeprefix("dola-"))
+    return {"cd": CD(small.model), "cad": CAD(without), "ad": AD(info_layer=3)}[name]
 
 
 # ---------------------------------------------------------------------------- the decoders in numpy

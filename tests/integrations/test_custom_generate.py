@@ -288,8 +288,7 @@ SCORES |= {f"{layer}-{head}": 9 for layer, head in HEADS}
 
 
 @pytest.mark.parametrize(
-    "scores",
-    [{"scores": SCORES}, {h: [x, x] if x == 9 else [x - 20, x + 20] for h, x in SCORES.items()}],
+    "scores", [{"scores": SCORES}, {head: [x - 20, x + 20] for head, x in SCORES.items()}]
 )
 def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, scores):
     path = write_json(tmp_path / "heads.json", scores)

@@ -143,11 +143,11 @@ def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(
     template = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE + thinks
     folder = write_model(tmp_path / "model", template)
     arguments = [f"--model {folder}", data["nq-closed"], GREEDY, "--limit 1"]
-    think, lines = {"enable_thinking": True}, []
+    lines, think = [], """--template-args '{"enable_thinking": true}'"""
     another_day = datetime.datetime(2031, 12, 31)
-    for k, more in enumerate(([], [], ["--template-args", json.dumps(think)])):
-        [[settings, line]] = runs(*arguments, *more, f"--out {tmp_path}/{k}")
-        assert settings["template_args"] == (think if more else {"enable_thinking": False})
+    for k, more in enumerate(("", "", think)):
+        [[settings, line]] = runs(*arguments, f"--out {tmp_path}/{k} {more}")
+        assert settings["template_args"] == {"enable_thinking": more == think}
         lines.append(line)
         monkeypatch.setattr("tokenizer.datetime", SimpleNamespace(now=lambda: another_day))
     assert lines[0] == lines[1]

@@ -6,7 +6,6 @@ SmolLM2-135M-Instruct.Q4_1.gguf. .ci/run does it."""
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -117,12 +116,6 @@ def method_of(name, small, without):
     return of_all.get(name) or baselines.method_of(name, small, without)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def masked_logits(oracle, ids, start, heads=HEADS):
     """Logits without these heads in the tokens from `start` on, float64 [T, V]."""
 
@@ -223,7 +216,7 @@ def test_every_engine_writes_the_same_answers(expert, hf, prompts, tokenizer, tm
         )
         assert out[0, len(prompt) :].tolist() == ids
     (tmp_path / "prompt.txt").write_text(f"{PASSAGE}\n{QUESTION}")
-    command = f"-m torch.distributed.run --nproc-per-node 3 --master-port {free_port()} decore.py"
+    command = "-m torch.distributed.run --standalone --nproc-per-node 3 decore.py"
     command += f" --model {FOLDER} --dtype float32 --device cpu --json --max-new-tokens 24"
     command += f" --heads {LISTED} --prompt-file {tmp_path / 'prompt.txt'}"
     environment = os.environ | dict(OMP_NUM_THREADS="1")
