@@ -199,7 +199,7 @@ def test_questions_give_the_mean_effect_and_leave_other_scores(detect, chat, tmp
         patch.setattr("decore.Masked", lambda heads: Greedy())
         assert detect("--limit 2")[1]["effect_facts"]["kept"] == {"1": 1}
     assert facts["ids"] == [f"c{i}" for i in range(5)] and (facts["n"], facts["memories"]) == (5, 3)
-    scores = {head: 0.5 for head in content["effect"]}
+    scores = dict.fromkeys(content["effect"], 0.5)
     stored = {"scores": scores, "samples": 7, "mass": {"0-0": 1.0}}
     template = tmp_path / "prompt.txt"
     template.write_text("{context}\nQ: {question}")

@@ -409,12 +409,7 @@ CAPITAL = {
 @pytest.mark.parametrize("name", ["q.csv", "q.jsonl", "q.parquet"])
 def test_memory_and_begin_are_optional_columns_with_cells_that_may_be_empty(tmp_path, name):
     bare = CAPITAL | {"memory": "" if name == "q.csv" else None, "begin": ""}
-    path = tmp_path / name
-    if name == "q.parquet":
-        pandas.DataFrame([CAPITAL, bare]).to_parquet(path)
-    else:
-        write_questions(path, [CAPITAL, bare])
-    items, _ = load(path)
+    items, _ = load(write_questions(tmp_path / name, [CAPITAL, bare]))
     assert (items[0]["memory"], items[0]["begin"]) == (["Madrid"], "The capital of Spain is")
     assert not {"memory", "begin"} & items[1].keys()
 

@@ -745,8 +745,8 @@ def test_a_file_without_copy_and_effect_has_no_map(done, tmp_path):
 
 
 def test_a_map_of_heads_has_layer_0_at_the_bottom_and_whole_numbers(tmp_path):
-    scores = {(0, 0): 0.5, (0, 1): 0.25, (1, 0): 0, (1, 1): 1}
-    effects = {(0, 0): 0.5, (0, 1): -0.25, (1, 0): 0, (1, 1): -2}
+    heads = [*itertools.product(range(2), repeat=2)]
+    scores, effects = (dict(zip(heads, x)) for x in ((0.5, 0.25, 0, 1), (0.5, -0.25, 0, -2)))
     figure = figures.head_maps({tmp_path: {"copy": scores, "effect": effects}})
     for ax, measure, values in zip(figure.axes, ("copy", "effect"), (scores, effects)):
         [image] = ax.images

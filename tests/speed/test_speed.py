@@ -11,12 +11,12 @@ from speed import decode, gpu
 from speed.shapes import SHAPES, random_model, spread_heads
 from tests.checkpoints import stand_in
 
-TINY = "--shape tiny --prompt 40 --new 4 --rounds 1".split()
+TINY = "--shape tiny --prompt 40 --new 4 --rounds 1"
 
 
 def test_decode_times_every_method_on_several_prompts(call):
     names = [*decode.METHODS, *decode.PEERS]
-    result = json.loads(call(decode.main, *TINY, "--batch 2 --json --methods", *names)[1])
+    result = json.loads(call(decode.main, TINY, "--batch 2 --json --methods", *names)[1])
     assert [*result["tokens_per_second"]] == names
     fixed = {"decore_over_greedy", "greedy_over_transformers", "decore_over_two_pass"}
     assert fixed <= result["ratios"].keys()
@@ -102,6 +102,7 @@ NO_GRAPH = "--no-graph has no effect without a GPU"
 
 def test_bad_options_are_refused_in_one_line(refused, monkeypatch):
     monkeypatch.setenv("RANK", "0")  # as torchrun does
-    mistakes = (refused(decode.main, *TINY), refused(decode.main, "--methods greedy --no-graph"))
-    for err, words in zip(mistakes, ("two-pass: not with torchrun", NO_GRAPH), strict=True):
+    not_alone = TINY, "two-pass: not with torchrun"
+    for options, words in not_alone, ("--methods greedy --no-graph", NO_GRAPH):
+        err = refused(decode.main, options)
         assert words in err and err.count("\n") == 1
