@@ -20,6 +20,7 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from runtime.attention import attention, causal_attention
 from runtime.checkpoint import Checkpoint
@@ -328,6 +329,20 @@ def make_head_mask(rows, model):
         for layer, head in parse_heads(heads, model):
             row[layer, head] = 0
     return head_mask.to(model.device)
+
+
+def prefilled(model, prompts, capacity, rows=1, head_mask=None, mask_on="output"):
+    """A cache with the keys and values of prompts, read once for all rows, without the last tokens;
+    with place for `capacity` tokens after each."""
+    cache = model.new_cache([len(p) - 1 for p in prompts], capacity, rows)
+    model.prefill(pad([p[:-1] for p in prompts], model.device), cache, head_mask, mask_on)
+    return cache
+
+
+def pad(sequences, device="cpu"):
+    """Lists of ints → [B, T], padded on the right with 0."""
+    tensors = [torch.tensor(s, dtype=torch.long) for s in sequences]
+    return pad_sequence(tensors, batch_first=True).to(device)
 
 
 # ------------------------------------------------------------------------------ cache and attention
