@@ -1,5 +1,6 @@
 """evaluate.py choose: from a table of conflicts to one tested setting, on the miniature."""
 
+import signal
 import sys
 from contextlib import suppress
 from runpy import run_module
@@ -58,6 +59,7 @@ def test_ctrl_c_lets_the_command_that_runs_end_and_is_explained_once(end, capfd,
     late = tmp_path / "late"  # `subprocess.run` would kill the command before
     code = "import os, pathlib, time; os.kill(os.getppid(), 2); time.sleep(1); "
     code += f"pathlib.Path({str(late)!r}).touch(); {end}"
+    signal.signal(2, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
     with pytest.raises((SystemExit, KeyboardInterrupt)) as stopped, continuing():
         choose.run(["-c", code])
     explained = "the same command continues" in capfd.readouterr().err
