@@ -37,7 +37,6 @@ from cli.prompts import (
     CHAT,
     EXAMPLE,
     chat_prompt,
-    encode,
     encode_all,
     file_prompt,
     ids_prompt,
@@ -45,10 +44,11 @@ from cli.prompts import (
     read_prompt,
     read_prompts,
     text_prompt,
+    to_prompts,
     with_begin,
     without_context,
 )
-from decoders.setup import METHODS, Setup, short
+from decoders.setup import METHODS, Setup, method_names
 from decoders.sweep import PromptsReadOnce
 from heads.sources import find_sources
 from runtime.errors import InputError
@@ -130,7 +130,7 @@ def prepare(args, chosen, model, tokenizer, amateur):
         chosen = list(dict.fromkeys(["greedy", *chosen]))
         texts = texts or [objects[0]["prompt"].rpartition("\n")[2]]
     objects = with_begin(objects, args.begin)
-    prompts = encode(objects, model, tokenizer, args)
+    prompts = to_prompts(objects, model, tokenizer, args)
     if args.json:
         check_fields(prompts)
     unfitted = list(setups(args, chosen))
@@ -203,7 +203,7 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
             raise
         seconds += time.perf_counter() - start
         for b, (prompt, g) in enumerate(zip(batch, out)):
-            line = json_object(prompt, g, texts.text(b), setup, model)
+            line = answer_object(prompt, g, texts.text(b), setup, model)
             if args.sources and setup.heads:
                 masked = amateur if setup.amateur else model
                 g.sources = line["sources"] = find_sources(
@@ -219,7 +219,7 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
     return generations
 
 
-def json_object(prompt, g, text, setup, model):
+def answer_object(prompt, g, text, setup, model):
     """An object of --json: the prompt's index and fields, its answer, and the model and setup."""
     line = {"index": prompt.index} | prompt.fields
     line |= dict(prompt_ids=prompt.ids, ids=g.ids, text=text)
@@ -290,7 +290,7 @@ def make_parser():
     add("--system", help="system message, for models with a chat template")
     add("--raw", action="store_true", help="plain text, no chat template")
     group = p.add_argument_group("method")
-    add_method_arguments(group, short(METHODS), exclude=["renormalise"])
+    add_method_arguments(group, method_names(METHODS), exclude=["renormalise"])
     group.add_argument("--decoder", **DECODER)
     group.add_argument(
         "--compare",

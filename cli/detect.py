@@ -19,8 +19,8 @@ from cli.options import (
     refuse_unused,
 )
 from heads import find_heads
-from heads.ablation import ablate_batch, heads_to_mask, table
-from heads.detect import REMEDY, mean_scores, run_all, run_batch, stored_facts, summary
+from heads.ablation import ablate_batch, ablation_table, heads_to_mask
+from heads.detect import REMEDY, mean_scores, right_answers, run_all, run_batch, stored_facts
 from heads.needles import (
     HAYSTACK,
     PUBLISHED,
@@ -275,8 +275,8 @@ def main():
             files.write(args.out, [content])
             say_missing(content)
     if args.masked:
-        print(*table(records), "", sep="\n")
-    print(f"{summary(records)}; wrote {args.out}")
+        print(*ablation_table(records), "", sep="\n")
+    print(f"{right_answers(records)}; wrote {args.out}")
 
 
 if __name__ == "__main__":

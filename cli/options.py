@@ -21,7 +21,7 @@ from decoders.setup import (
     OPTIONS,
     SETTINGS,
     USERS,
-    Method,
+    MethodSpec,
     Setup,
     flag,
     is_ours,
@@ -251,7 +251,7 @@ def add_decoder(text):
     options = {*names, "renormalise", *(CHOOSING if "heads" in names else ())}
     if issubclass(decoder, decore.DeCoRe):
         options.remove("amateur")
-    METHODS[name.lower()] = Method(decoder, tuple(options), file=Path(file))
+    METHODS[name.lower()] = MethodSpec(decoder, tuple(options), file=Path(file))
     return name.lower()
 
 
@@ -290,8 +290,8 @@ def labels(setups):
 
 
 def fit(setup, args, model, amateur=None):
-    """`Setup.fit` with the head scores that the command line names. InputError if the method does
-    not fit the model. model, amateur: or their `Facts`."""
+    """`Setup.with_heads`, by the head scores that the command line names. InputError if the method
+    does not fit the model. model, amateur: or their `Facts`."""
     options = METHODS[setup.method].options
     if "amateur" in options and amateur is None:
         raise InputError(
@@ -303,7 +303,7 @@ def fit(setup, args, model, amateur=None):
     source = getattr(args, option, None)
     if option in options and not setup.random_heads:
         check_known(masked, source, flag(option), name, args)
-    setup = setup.fit(model, amateur, source)
+    setup = setup.with_heads(model, amateur, source)
     setup.record(amateur).check(model)
     return setup
 

@@ -73,11 +73,11 @@ def sources_below(line, tokenizer, width):
     if "sources" not in line:
         return ""
     ids = line["ids"][:-1] if line["stop"] == "eos" else line["ids"]
-    prompt = words(tokenizer, line["prompt_ids"])
+    prompt = words_with_positions(tokenizer, line["prompt_ids"])
     word_of = {position: word for word, positions in prompt for position in positions}
     rows = []  # (the largest share, a line)
     silent = 0  # words whose tokens have no sources
-    for word, positions in words(tokenizer, ids):
+    for word, positions in words_with_positions(tokenizer, ids):
         shares = Counter()
         tokens = [line["sources"][p] for p in positions if line["sources"][p]]
         for sources in tokens:
@@ -102,7 +102,7 @@ def sources_below(line, tokenizer, width):
     return below
 
 
-def words(tokenizer, ids):
+def words_with_positions(tokenizer, ids):
     """[(word, positions of its ids)] of a text."""
     out = []
     for text, positions in pieces(texts_of(tokenizer, ids)):

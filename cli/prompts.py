@@ -189,7 +189,7 @@ def with_begin(objects, begin):
     return out
 
 
-def encode(objects, model, tokenizer, args):
+def to_prompts(objects, model, tokenizer, args):
     """Objects → `Prompt`s.
 
     model: its config and name are known; its weights are not needed."""

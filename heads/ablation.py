@@ -53,7 +53,7 @@ def ablate_batch(model, tokenizer, prompts, needles, facts, sets, on_step=None):
     return records
 
 
-def table(records):
+def ablation_table(records):
     """The lines of a Markdown table: for each number of heads and measure the needles found, and
     those lost and won by masking. Random sets share a row.
 

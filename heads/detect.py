@@ -48,8 +48,8 @@ def run_all(model, prompts, facts, path, run, min_success):
         for i in range(first, len(prompts), size):
             if i - size < EARLY <= i:
                 if min_success and not any(record["right"] for record in records):
-                    raise InputError(f"{summary(records)}; --min-success 0 goes on")
-                bar.write(f"so far, {summary(records)}", file=sys.stderr)
+                    raise InputError(f"{right_answers(records)}; --min-success 0 goes on")
+                bar.write(f"so far, {right_answers(records)}", file=sys.stderr)
             batch = run(prompts[i : i + size], bar)
             if rank == 0:
                 files.append(path, batch)
@@ -172,7 +172,7 @@ def rouge():
     return RougeScorer(["rouge1"], use_stemmer=True)
 
 
-def summary(records):
+def right_answers(records):
     """How many answers are right; if none is, the first one and what to try."""
     right = sum(record["right"] for record in records)
     advice = (
@@ -194,7 +194,7 @@ def mean_scores(model, records, facts, min_success):
             total.update(record[key])  # adds negative numbers too
     if len(right) < min_success or not totals["scores"]:
         raise InputError(
-            f"{summary(records)} (--min-success {min_success}); "
+            f"{right_answers(records)} (--min-success {min_success}); "
             f"{len(totals['scores'])} heads copied in right ones"
         )
     heads = [f"{layer}-{head}" for layer, head in product(range(c.n_layers), range(c.n_heads))]

@@ -20,8 +20,10 @@ from transformers import PreTrainedConfig
 TEXTS, PROBE = 4, 7  # so many texts of so many tokens show the structure of a model
 
 
-class Attention(NamedTuple):
-    heads: int
+class HeadPlaces(NamedTuple):
+    """Where the heads of a layer are side by side, each as wide as the others."""
+
+    heads: int  # how many
     width: int
     projections: dict  # mask → the module that reads ("output") or writes ("query") the heads
 
@@ -53,8 +55,8 @@ def without_training(model):
 
 
 @torch.no_grad()
-def find_attentions(model):
-    """{layer: its `Attention`} of a model. A layer without attention is left out.
+def find_head_places(model):
+    """{layer: its `HeadPlaces`} of a model. A layer without attention is left out.
 
     Two passes show the structure: over one text several times, and over that text and others.
     ValueError if heads are not found, or if the texts of a batch change each other."""
@@ -74,7 +76,7 @@ def find_attentions(model):
                 projections = {"output": child}
                 if separate_queries(module, calls, x.shape, width):
                     projections["query"] = module.q_proj
-                found[layer] = Attention(heads, width, projections)
+                found[layer] = HeadPlaces(heads, width, projections)
     if not found:
         raise ValueError(
             "no layer has an attention of its own whose output projection reads heads side by side"
@@ -190,15 +192,15 @@ def first_text(x):
     return x[: len(x) // TEXTS]
 
 
-def find_projections(attentions, head_mask, mask_on):
+def find_projections(places, head_mask, mask_on):
     """{layer: (the module whose hook masks heads, number of heads)} of the layers in which
     head_mask [R, L, H] or [R, B, L, H] masks heads; of all layers if it requires a gradient.
     ValueError for heads that cannot be masked."""
     projections = {}
     masked = (head_mask != 1).flatten(0, -3).any(0)  # [L, H]
     layers = masked.any(-1).nonzero().flatten().tolist()
-    for layer in attentions if head_mask.requires_grad else layers:
-        a = attentions.get(layer, Attention(0, 0, {}))
+    for layer in places if head_mask.requires_grad else layers:
+        a = places.get(layer, HeadPlaces(0, 0, {}))
         if masked[layer, a.heads :].any():
             raise ValueError(f"layer {layer} has {a.heads} heads; mask others")
         if mask_on not in a.projections:

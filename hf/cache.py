@@ -84,7 +84,7 @@ class HFCache:
     def values(self, n):
         """As `Cache.values`; None unless all layers have all heads, and stored values of their
         width, and the language-model head is in memory."""
-        attention = self.model.attention
+        attention = self.model.head_places
         if self.model.hf.get_output_embeddings().weight.is_meta:
             return None
         found = []

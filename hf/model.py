@@ -8,7 +8,7 @@ H is that of the layer with most heads; a layer may have fewer, or no attention.
 
 A batch of transformers holds R·B texts: row 0's, then row 1's. All rows share a pass, but each has
 its own copy of the prompts' keys and values. Prompts are padded on the left. Hooks mask heads, at
-projections that `find_attentions` finds in any family; `check` tries the model when it is
+projections that `find_head_places` finds in any family; `check` tries the model when it is
 loaded."""
 
 import copy
@@ -24,8 +24,8 @@ from hf.attention import (
     PROBE,
     device_of,
     eager,
-    find_attentions,
     find_decoder,
+    find_head_places,
     find_projections,
     masked_heads,
     probe_ids,
@@ -79,8 +79,8 @@ class HFModel(nn.Module):
             self.config.tied_embeddings = hf.get_input_embeddings().weight is head.weight
             self.product = pack(hf, nn.Linear) if packs else None  # as in `Transformer`
             self.decoder = find_decoder(hf)
-            self.attention = find_attentions(hf)
-            self.config.n_heads = max(a.heads for a in self.attention.values())
+            self.head_places = find_head_places(hf)
+            self.config.n_heads = max(a.heads for a in self.head_places.values())
             with without_new_hooks(hf):
                 self.has_exits = self.check(probe_ids(hf)[:1])
 
@@ -154,8 +154,8 @@ class HFModel(nn.Module):
             self.run_hf(cache.prompts(ids), head_mask, mask_on)
         cache.kv.reorder_cache(torch.arange(len(ids), device=ids.device).repeat(cache.rows))
 
-    def read_layers(self, ids, layers, cache=None):
-        """As `Transformer.read_layers`, of one row."""
+    def hidden_states(self, ids, layers, cache=None):
+        """As `Transformer.hidden_states`, of one row."""
         inputs = cache.inputs(ids) if cache else dict(input_ids=ids, use_cache=False)
         out = self.run_hf(inputs, output_hidden_states=True)
         states = [x[None].to(self.device) for x in out.hidden_states]  # L + 1, the last one normed
@@ -177,7 +177,7 @@ class HFModel(nn.Module):
 
     def output_projections(self):
         """As `Transformer.output_projections`."""
-        return [a.projections["output"] for a in self.attention.values()]
+        return [a.projections["output"] for a in self.head_places.values()]
 
     def new_cache(self, lengths, capacity, rows=1):
         """As `Transformer.new_cache`; it grows with every token, whatever the capacity. InputError
@@ -198,7 +198,7 @@ class HFModel(nn.Module):
             if head_mask is not None:
                 check_head_mask(head_mask, self)
                 with naming(self.name):
-                    projections = find_projections(self.attention, head_mask, mask_on)
+                    projections = find_projections(self.head_places, head_mask, mask_on)
                 changes.enter_context(masked_heads(projections, head_mask, mask_on))
             return self.hf(**inputs, **options)
 
@@ -212,7 +212,7 @@ class HFModel(nn.Module):
         attentions: those of transformers, [R·B, H, T, C]. Heads that a layer does not have attend
         to its last key."""
         attentions = [p for p in attentions if p is not None]
-        present = dict(zip(self.attention, attentions, strict=True))
+        present = dict(zip(self.head_places, attentions, strict=True))
         T, keys = attentions[0].shape[2:]
         for layer in range(self.config.n_layers):
             out = torch.zeros(
@@ -238,7 +238,7 @@ class HFModel(nn.Module):
                 f"the cache does not reach its attention in transformers {transformers.__version__}"
             )
         head_mask = torch.ones(2, self.config.n_layers, self.config.n_heads, device=self.device)
-        for layer, a in self.attention.items():
+        for layer, a in self.head_places.items():
             head_mask[1, layer, : a.heads] = 0
         both = self(ids[:, -2:].expand(2, -1), cache, head_mask)[0]
         first = self.run_hf(dict(input_ids=ids), output_hidden_states=True)

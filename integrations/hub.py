@@ -123,7 +123,7 @@ def build(out, model, heads=None):
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} is not a new or empty folder; choose another")
     path = find_file(heads or model)
-    ranked = {measure: rank_heads(path, measure) for measure in find_measures(path)}
+    ranked = {measure: ranking(path, measure) for measure in find_measures(path)}
     files = {
         f"{name}.py": with_relative_imports((ROOT / source).read_text())
         for name, source in MODULES.items()
@@ -152,7 +152,7 @@ def arguments_of(code):
     return "\n".join(f"- `{name}`: {text.strip()}" for name, text in pairs)
 
 
-def rank_heads(path, measure):
+def ranking(path, measure):
     """All heads of a head file, best first: a text."""
     n_layers, n_heads = (max(numbers) + 1 for numbers in zip(*read_scores(path, measure)))
     heads = best_heads(path, n_layers, n_heads, None, measure)

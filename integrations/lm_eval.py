@@ -20,13 +20,13 @@ from cli.options import (
     positive,
     setups,
 )
-from decoders.setup import METHODS, short
+from decoders.setup import METHODS, method_names
 from runtime.errors import InputError, hub_reason, offline_if_unreachable, one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 # CAD needs the prompt without its context, which the harness's tasks do not mark. Activation
 # Decoding scores an answer by all its positions at once, which is not a log-probability.
-NAMES = [name for name in short(METHODS) if name not in ("cad", "ad")]
+NAMES = [name for name in method_names(METHODS) if name not in ("cad", "ad")]
 
 
 def main():

@@ -16,7 +16,7 @@ from cli.options import (
     positive,
     refuse_unused,
 )
-from decoders.setup import METHODS, OPTIONS, short
+from decoders.setup import METHODS, OPTIONS, method_names
 from paper import plan, printed
 from paper.tasks import TASKS, find_tasks, prompts
 from runtime.errors import InputError
@@ -88,7 +88,7 @@ def make_parser():
         "runs again, report DIR makes tables of a folder's runs.",
     )
     add_run_arguments(p, required="--task")
-    add_method_arguments(p, short(METHODS), exclude=["without_context"])
+    add_method_arguments(p, method_names(METHODS), exclude=["without_context"])
     add = p.add_argument
     add("--decoder", **DECODER)
     add_prompt_arguments(p)
@@ -133,7 +133,7 @@ def paper_parser():
     p.prog += " paper"
     p.set_defaults(**dict.fromkeys(NOT_PLANNED))
     add_run_arguments(p, required="--data")
-    tables = [*plan.ORDER, "all", *dict.fromkeys(row["table"] for row in printed.table("paper"))]
+    tables = [*plan.ORDER, "all", *dict.fromkeys(row["table"] for row in printed.csv_rows("paper"))]
     add = p.add_argument
     add(
         "--table",

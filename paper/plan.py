@@ -12,7 +12,7 @@ from pathlib import Path
 from decoders.setup import METHODS, OPTIONS, Setup
 from heads.reader import head_file, read_scores
 from paper.benchmark import in_batches, load_benchmark
-from paper.printed import NAMES, cells, headline, table
+from paper.printed import NAMES, cells, csv_rows, headline
 from paper.report.stored import ITI
 from paper.tasks import TASKS, Task, find_task, metrics
 from runtime.config import LEAST_PREFIX
@@ -55,7 +55,7 @@ def planned_runs(model, groups, tasks=TASKS, methods=PLANNED):
     there are none."""
     name = Path(model).name
     runs = {}
-    for row in sorted(table("paper"), key=rank):
+    for row in sorted(csv_rows("paper"), key=rank):
         chosen = {"all", row["group"], row["table"]} & set(groups)
         if row["model"].lower() != name.lower() or not chosen:
             continue
@@ -67,7 +67,7 @@ def planned_runs(model, groups, tasks=TASKS, methods=PLANNED):
                 run.tables.append(row["table"])
             run.values.setdefault(row["metric"], float(row["value"]))
     if not runs:
-        models = ", ".join(dict.fromkeys(row["model"] for row in table("paper")))
+        models = ", ".join(dict.fromkeys(row["model"] for row in csv_rows("paper")))
         raise InputError(
             f"the paper has no numbers of {name} for these tables, tasks and methods; "
             f"--like runs those of {models}"

@@ -23,7 +23,7 @@ HEADLINES = {
 
 
 @cache
-def table(name):
+def csv_rows(name):
     with open(FOLDER / f"{name}.csv", encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -31,7 +31,7 @@ def table(name):
 NAMES = {}  # task → the paper's name
 METRICS = defaultdict(list)  # task → the paper's metrics
 GROUPS = defaultdict(dict)  # group of tables → its tasks, as keys
-for row in table("paper_columns"):
+for row in csv_rows("paper_columns"):
     NAMES[row["task"]] = row["name"]
     METRICS[row["task"]].append(row["metric"])
     GROUPS[row["group"]][row["task"]] = None
@@ -53,7 +53,9 @@ def method_of(run):
 @cache
 def cells(name, task, model, method):
     key = task, model.lower(), method
-    return [row for row in table(name) if (row["task"], row["model"].lower(), row["method"]) == key]
+    return [
+        row for row in csv_rows(name) if (row["task"], row["model"].lower(), row["method"]) == key
+    ]
 
 
 def cell(run, metric):

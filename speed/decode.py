@@ -181,13 +181,13 @@ def take_turns(runs, prompts, rounds):
     return results
 
 
-METHODS = ("greedy", "masked", "decore-static", "decore-entropy", "cad")
+OURS = ("greedy", "masked", "decore-static", "decore-entropy", "cad")
 # A contestant → those that must decode its tokens. Their speed is given relative to it.
 SAME_TOKENS = {
     "transformers": ("greedy", "hf-greedy"),
     "two-pass": ("decore-entropy", "hf", "custom-generate"),
 }
-RATIOS = {"greedy": METHODS[1:]} | SAME_TOKENS
+RATIOS = {"greedy": OURS[1:]} | SAME_TOKENS
 
 
 def quartiles(values, digits=3):
@@ -269,7 +269,7 @@ def parse():
     add("--new", type=positive, default=32, help="further new tokens (default: 32)")
     add("--batch", type=positive, default=1, metavar="B", help="prompts at once (default: 1)")
     add("--rounds", type=positive, default=5, help="after a warm-up (default: 5)")
-    known = [*METHODS, *PEERS]
+    known = [*OURS, *PEERS]
     default = ["greedy", "decore-entropy", "transformers", "two-pass"]
     add(
         "--methods",

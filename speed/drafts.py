@@ -27,7 +27,7 @@ from paper.benchmark import load_benchmark
 from paper.tasks import find_tasks
 from speed.decode import by_generate, clock, origin, quartiles, this_project
 
-METHODS = {"decore": "decore-entropy", "greedy": "greedy"}
+TIMED = {"decore": "decore-entropy", "greedy": "greedy"}
 RATIOS = {
     "decore": ("decore", "decore-draft"),
     "greedy": ("greedy", "greedy-draft"),
@@ -49,7 +49,7 @@ def parse():
 def contestants(model, heads, eos_ids, args, new):
     """{name: contestant}, as those of speed.decode."""
     runs = {}
-    for name, method in METHODS.items():
+    for name, method in TIMED.items():
         for suffix, draft in ("", 0), ("-draft", args.draft):
             how = dict(eos_ids=eos_ids, draft=draft)
             runs[name + suffix] = this_project(model, new, heads, method, **how)
@@ -78,13 +78,13 @@ def main():
     [task] = find_tasks(args.task).values()
     bench = load_benchmark(task, args, facts)
     model, _ = load_models(facts, None, args)
-    heads = Setup.of("decore-entropy").fit(model).heads
+    heads = Setup.of("decore-entropy").with_heads(model).heads
     runs = contestants(model, heads, tokenizer.eos_ids, args, bench.max_new_tokens - 1)
     passes = []  # the time at which each pass of ours begins
     model.register_forward_pre_hook(lambda *_: passes.append(time.perf_counter()))
     seconds = {name: [] for name in runs}  # of decoding, and in all
     counts = {name: np.zeros(2) for name in runs}  # tokens, passes
-    margins = {name: [] for name in METHODS}
+    margins = {name: [] for name in TIMED}
     for ids in (e.prompt for e in bench.encoded):
         answers = {}
         for _ in range(args.rounds):
@@ -94,7 +94,7 @@ def main():
                 start, *ticks, end = times
                 seconds[name].append((ticks[-1] - (passes or ticks)[0], end - start))
                 counts[name] += len(answers[name]), len(passes)
-        for name, method in METHODS.items():
+        for name, method in TIMED.items():
             pair = answers[name], answers[f"{name}-draft"]
             if pair[0] != pair[1]:
                 record = Setup.of(method, heads=heads).record()

@@ -108,7 +108,7 @@ def without_heads(model, heads):
     other = copy.deepcopy(model.hf)
     names = {module: name for name, module in model.hf.named_modules()}
     for layer, head in heads:
-        a = model.attention[layer]
+        a = model.head_places[layer]
         projection = other.get_submodule(names[a.projections["output"]])
         weight = next(projection.parameters()).data
         if type(projection).__name__ == "Conv1D":

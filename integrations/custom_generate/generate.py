@@ -32,7 +32,7 @@ from heads.reader import (
 )
 from hf.attention import (
     device_of,
-    find_attentions,
+    find_head_places,
     find_projections,
     masked_heads,
     without_training,
@@ -108,14 +108,14 @@ def generate(
     config = parse_arguments(model, arguments)
     model = without_training(model)
     warn_of_casts(model, type(model).__name__)
-    attentions = find_attentions(model)
+    places = find_head_places(model)
     n_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    n_heads = max(a.heads for a in attentions.values())
+    n_heads = max(a.heads for a in places.values())
     head_mask = torch.ones(2, n_layers, n_heads, device=device_of(model))
     for layer, head in choose_heads(model, head_mask, heads, num_heads, measure):
         head_mask[1, layer, head] = 0
     exponent = partial(contrast, method=method, **options)
-    masking = find_projections(attentions, head_mask, mask), head_mask, mask
+    masking = find_projections(places, head_mask, mask), head_mask, mask
     rows = TwoRows(model, masking, exponent, config)
     try:
         out = type(model).generate(with_passes_of(rows), **arguments)

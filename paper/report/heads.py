@@ -15,7 +15,7 @@ RETRIEVAL = 0.1  # the paper counts heads above this score as retrieval heads
 
 
 def main(argv):
-    paper = {row["model"]: row for row in printed.table("paper_heads")}
+    paper = {row["model"]: row for row in printed.csv_rows("paper_heads")}
     p = parser(
         "Retrieval scores by rank, with the paper's; of the models or files that are named, also "
         "how many of their best heads they have in common."
@@ -36,7 +36,7 @@ def main(argv):
         files[path] = {measure: read_scores(path, measure) for measure in find_measures(path)}
     stems = Counter(path.stem for path in files)
     labels = {path: path.stem if stems[path.stem] == 1 else str(path) for path in files}
-    _, *ranks = printed.table("paper_heads")[0]
+    _, *ranks = printed.csv_rows("paper_heads")[0]
     rows = []
     for path, scores in files.items():
         if "copy" not in scores:

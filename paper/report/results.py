@@ -18,7 +18,7 @@ import numpy as np
 
 from decoders.setup import METHODS, SETTINGS
 from paper import printed, runfile
-from paper.report.stored import ORIGIN, TEXTS, words
+from paper.report.stored import ORIGIN, TEXTS, field_text
 from paper.tasks import metrics
 from runtime import statistics
 from runtime.progress import say
@@ -314,7 +314,7 @@ def label_variants(runs):
     names = dict.fromkeys(name for run in runs for name in run.identity)
 
     def identity(run):
-        return {n: words(n, run.identity.get(n)) for n in names if n not in run.draw}
+        return {n: field_text(n, run.identity.get(n)) for n in names if n not in run.draw}
 
     inputs = labels("dtype", "engine", "product", "data", "demos", "items", "prompt")
     runs = with_differences(runs, "conditions", labels("checkpoint"), "title")

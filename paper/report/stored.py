@@ -152,13 +152,13 @@ def labels_of(header, setup, is_iti):
         labels["checkpoint"] = f"checkpoint {hash_of(header['fingerprint'])}"
     if setup.num_heads and not setup.random_heads:
         file = header.get("head_file")
-        labels["heads"] = f"heads of {names_of([file])}" if file else "heads as listed"
+        labels["heads"] = f"heads of {file_names([file])}" if file else "heads as listed"
     labels["dtype"] = str(header.get("dtype"))
     labels["engine"] = f"{header.get('engine', 'own')} engine"
     labels["product"] = f"{header.get('product', 'unknown')} products"
-    labels["data"] = names_of(header.get("data") or [])
+    labels["data"] = file_names(header.get("data") or [])
     demos = header.get("demos") or {"source": "none"}
-    labels["demos"] = f"demonstrations: {names_of([demos])}"
+    labels["demos"] = f"demonstrations: {file_names([demos])}"
     if demos.get("paper"):
         labels["demos"] = "the paper's demonstrations"
     labels["items"] = "all or the first items"
@@ -189,12 +189,12 @@ def conditions_of(fields, task, model):
     for name in dict.fromkeys([*paper, *fields]):
         is_condition = ROLES.get(name, "condition") == "condition"
         if is_condition and fields.get(name) not in (None, paper.get(name)):
-            text = fields[name]["rows"] if name == "known" else words(name, fields[name])
+            text = fields[name]["rows"] if name == "known" else field_text(name, fields[name])
             conditions.append(text)
     return ", ".join(conditions)
 
 
-def words(name, value):
+def field_text(name, value):
     """A field of a header as a text, such as "layout plain"."""
     name = name.replace("_", " ")
     if value is None:
@@ -202,12 +202,12 @@ def words(name, value):
     if value is True:
         return name
     if isinstance(value, dict) and "sha256" in value:
-        return f"{name} {names_of([value])}"
+        return f"{name} {file_names([value])}"
     text = str(value)
     return f"{name} {text}" if len(text) < 40 else f"{name} {short_hash(text.encode())[:6]}"
 
 
-def names_of(records):
+def file_names(records):
     """Names of files with the beginnings of their hashes."""
     names = []
     for record in records:

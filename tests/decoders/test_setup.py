@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from decoders.setup import CHOOSING, METHODS, OPTIONS, SETTINGS, Method, Setup, settings_of
+from decoders.setup import CHOOSING, METHODS, OPTIONS, SETTINGS, MethodSpec, Setup, settings_of
 from paper.runfile import packed_paths, read_run
 from tests.tables import facts
 
@@ -101,7 +101,7 @@ def test_defaults_are_those_of_the_records_and_do_not_depend_on_other_methods(mo
     class Late(METHODS["ad"].load()):
         alpha: float = 3
 
-    monkeypatch.setitem(METHODS, "late", Method(Late, ("alpha",)))
+    monkeypatch.setitem(METHODS, "late", MethodSpec(Late, ("alpha",)))
     assert Setup.of("decore-static").alpha == 0.5
 
 

@@ -454,7 +454,7 @@ def test_needles_are_counted_without_heads_run_by_run_and_an_interrupted_count_c
         path = tmp_path / "new folder" / f"{sizes}.jsonl"
         out, _ = done(program.main, f"{SHORT} --masked {sizes} --out '{path}'")
         header, *lines[sizes] = read_lines(path)
-        assert out.splitlines()[:-2] == ablation.table(lines[sizes])
+        assert out.splitlines()[:-2] == ablation.ablation_table(lines[sizes])
         assert out.endswith(f"\n\n8 of 8 answers are right; wrote {path}\n")
     assert header["header"]["masked"]["3 copy"] == ["3-1", "2-1", "2-0"]
     right = {name: sum(run["masked"][name] for run in lines["1,3"]) for name in run_names("1,3")}
@@ -573,7 +573,7 @@ def test_the_table_has_exact_p_values_against_all_heads_and_the_most_similar_ran
         {"right": i < 9, "masked": {name: found[i] == "1" for name, found in FOUND.items()}}
         for i in range(10)
     ]
-    assert "\n".join(ablation.table(records)) == EXPECTED
+    assert "\n".join(ablation.ablation_table(records)) == EXPECTED
 
 
 NO_COPIES = [{"right": True, "scores": {}, "write": {}, "mass": {}, "answer": ""}] * 3

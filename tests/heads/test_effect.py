@@ -46,7 +46,7 @@ def differences(model, prompt, answer, memory, step):
     one_by_one = torch.eye(L * H, dtype=torch.float64).view(-1, L, H)
     factors = torch.cat([1 + n * step * one_by_one for n in (-2, -1, 1, 2)])  # [N, L, H]
     hooks = []
-    for layer, a in model.attention.items():
+    for layer, a in model.head_places.items():
 
         def scale(_, args, layer=layer, H=a.heads):
             by_head = args[0].unflatten(-1, (H, -1)).clone()  # [N, T, H, K]

@@ -269,7 +269,7 @@ def test_heads_are_ranked_by_the_measure_of_the_command_line(tmp_path):
     path = write_lines(tmp_path / "m.json", [{"scores": scores, "write": write}])
     model = stand_in(1, 3)
     for measure, best in ((None, (0, 2)), ("copy", (0, 2)), ("write", (0, 1))):
-        setup = Setup.of("masked", num_heads=1, measure=measure).fit(model, source=path)
+        setup = Setup.of("masked", num_heads=1, measure=measure).with_heads(model, source=path)
         assert setup.record().heads == (best,)
     with pytest.raises(ValueError, match='"mass" must be an object .* heads.detect measures it'):
         load_heads(model, name=path, measure="mass")
@@ -400,7 +400,7 @@ def test_the_needles_of_the_readme_are_those_of_the_stored_runs():
     paths = sorted((FOLDER / "results").glob("*.jsonl"))
     for path in paths:
         header, *records = read_lines(path)
-        table = "\n".join(ablation.table(records))
+        table = "\n".join(ablation.ablation_table(records))
         assert f"(results/{path.name})):\n\n{table}\n" in README
         scores = read_scores(find_file(header["header"]["model"]))
         best = sorted(scores, key=scores.get, reverse=True)[:3]

@@ -240,14 +240,15 @@ def test_masked_queries_of_other_families_attend_evenly_and_leave_other_heads_al
 @pytest.mark.parametrize("family", FAMILIES)
 def test_facts_and_hidden_states_of_other_families_are_those_of_transformers(family, tmp_path):
     model = HFModel(random_model(family))
-    assert {"query" in a.projections for a in model.attention.values()} == {family not in NO_QUERY}
+    queries = {"query" in a.projections for a in model.head_places.values()}
+    assert queries == {family not in NO_QUERY}
     model.hf.config.save_pretrained(tmp_path)
     assert describe(read_config(tmp_path)) == model.config
     ids = torch.tensor(PROMPTS[:1])
     states = model.hf(ids, output_hidden_states=True).hidden_states
     cache = model.new_cache([9], 5)
     model.prefill(ids[:, :9], cache)
-    last, [early] = model.read_layers(ids[:, 9:], [1], cache)
+    last, [early] = model.hidden_states(ids[:, 9:], [1], cache)
     assert_close(early[0], states[1][:, 9:], 1e-4, 1e-4)
     assert_close(model.logits(last)[0], model(ids)[:, 9:], 1e-4, 1e-4)
 

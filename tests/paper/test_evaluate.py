@@ -22,7 +22,7 @@ from cli.entry import run_program
 from cli.options import MINIATURE
 from decoders.baselines import CAD
 from decoders.scoring import score
-from decoders.setup import METHODS, Method
+from decoders.setup import METHODS, MethodSpec
 from decore import DeCoRe, generate
 from hf import HFModel
 from model import Transformer
@@ -391,7 +391,7 @@ def test_decoders_of_ones_own_run_in_sweeps_and_are_reported(
 ):
     """The two of CONTRIBUTING.md."""
     for name in "surprise", "sharp":
-        monkeypatch.setitem(METHODS, name, Method("", file="own.py"))  # undone after the test
+        monkeypatch.setitem(METHODS, name, MethodSpec("", file="own.py"))  # undone after the test
     page = (MINIATURE.parent / "CONTRIBUTING.md").read_text("utf-8")
     code = re.findall(r"(?:^    .*\n|^\n(?=    ))+", page, re.M)
     code = "\n".join(textwrap.dedent(block) for block in code if "class " in block)
@@ -461,7 +461,7 @@ def test_a_decoder_of_ones_own_that_cannot_be_used_is_named(
     refusal, model, data, tmp_path, monkeypatch, name, method, alpha, words
 ):
     for own in "mine", "needy":
-        monkeypatch.setitem(METHODS, own, Method("", file="o.py"))  # undone after the test
+        monkeypatch.setitem(METHODS, own, MethodSpec("", file="o.py"))  # undone after the test
     for file in {"o.py", name.split(":")[0]}:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(OWN.format(alpha=alpha))

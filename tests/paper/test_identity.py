@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import evaluate
-from decoders.setup import HEADS, METHODS, Method, Setup
+from decoders.setup import HEADS, METHODS, MethodSpec, Setup
 from paper.benchmark import Benchmark
 from paper.options import make_parser
 from paper.report import results, stored
@@ -96,7 +96,7 @@ def value(text):
 @pytest.fixture
 def header(monkeypatch):
     """That of a run with a rule of one's own."""
-    monkeypatch.setitem(METHODS, "own", Method("decore.DeCoRe", HEADS, file="own.py"))
+    monkeypatch.setitem(METHODS, "own", MethodSpec("decore.DeCoRe", HEADS, file="own.py"))
     monkeypatch.setattr("paper.runfile.data.file_record", lambda path: FILE)
     bench = Benchmark(TASKS["popqa"], 8, range(8), [FILE], [], FILE, None, None, "chat")
     model = SimpleNamespace(

@@ -32,7 +32,7 @@ def test_the_main_tables_come_with_greedy_and_decore_entropy_first():
 @pytest.mark.parametrize("model", [BASE, LARGE, "Mistral-7B-Instruct-v0.3", "Qwen2-7B-Instruct"])
 def test_every_number_of_the_paper_belongs_to_one_run(model):
     runs = plan.planned_runs(model, plan.ORDER)
-    for row in printed.table("paper"):
+    for row in printed.csv_rows("paper"):
         if row["model"] == model:
             of_row = [r for r in runs if r.task.name == row["task"] and row["table"] in r.tables]
             values = [r.values.get(row["metric"], 1e9) for r in of_row]

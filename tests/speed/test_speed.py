@@ -15,7 +15,7 @@ TINY = "--shape tiny --prompt 40 --new 4 --rounds 1"
 
 
 def test_decode_times_every_method_on_several_prompts(call):
-    names = [*decode.METHODS, *decode.PEERS]
+    names = [*decode.OURS, *decode.PEERS]
     result = json.loads(call(decode.main, TINY, "--batch 2 --json --methods", *names)[1])
     assert [*result["tokens_per_second"]] == names
     fixed = {"decore_over_greedy", "greedy_over_transformers", "decore_over_two_pass"}
