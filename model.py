@@ -9,8 +9,8 @@ prompt, which are stored once.
     (H and G: those of this rank)
 
 In constructors, c is the model's Config, and kw the device and dtype. In passes, `head_mask` says
-which heads are masked, and `mask_on` what it multiplies, "output" or "query"; `attend` is the
-attention of each layer: a `PrefillAttention` or a `DecodeAttention`.
+which heads are masked, and `mask_on` what it multiplies, "output" or "query" (the setting `mask` of
+methods); `attend` is the attention of each layer: a `PrefillAttention` or a `DecodeAttention`.
 """
 
 import copy
@@ -99,7 +99,7 @@ class Transformer(nn.Module):
     `hf.HFModel` has the same members, but for `run_layers` and `embedding`.
 
     Call the model itself for logits, `prefill` to store prompts in a cache, and `hidden_states` for
-    hidden states, which `logits` turns into logits. All three run their tokens by `run_layers`."""
+    what `logits` turns into logits. All three run their tokens by `run_layers`."""
 
     checkpoint = None  # a runtime.checkpoint.Checkpoint, if the weights are from its files
     bos_id = None

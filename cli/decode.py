@@ -166,7 +166,8 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
     label."""
     several = len(prompts) > 1
     before = f"{label:>{width}}  " if width else ""
-    are_read = bool(getattr(model, "known", None)) and not setup.mask_prompt
+    reads_once = isinstance(model, PromptsReadOnce)
+    are_read = reads_once and bool(model.known) and not setup.mask_prompt
     method = setup.record(amateur)
     generations = []
     seconds = 0

@@ -16,7 +16,8 @@ import numpy as np
 
 FOLDER = Path(__file__).parent
 HEAD = "(0|[1-9][0-9]*)-(0|[1-9][0-9]*)"  # layer-head, counted from 0
-# Measure, as measures.py defines it → field of a head file.
+# Measure, as measures.py defines it → field of a head file. The first files had one measure, and
+# called it "scores"; with another field, installed copies of this file could not read new ones.
 MEASURES = {"copy": "scores", "write": "write", "mass": "mass", "effect": "effect"}
 
 

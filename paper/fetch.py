@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from cli.options import parser
 from paper import judges
-from paper.printed import table
+from paper.printed import csv_rows
 from paper.tasks import PAPER, data, find_tasks, model_metrics
 from runtime.errors import InputError, one_line
 from runtime.files import content_of, draft
@@ -46,7 +46,7 @@ class File(NamedTuple):
     function: str = ""  # of a source file: the function that holds demonstrations
 
 
-FILES = tuple(File(**row) for row in table("files"))  # data, then sources of demonstrations
+FILES = tuple(File(**row) for row in csv_rows("files"))  # data, then sources of demonstrations
 
 
 def main(argv):

@@ -18,7 +18,7 @@ LONGER = (
 def parse_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_tokens, best, draft):
     """The arguments of `generate` → prompts as lists of ints, end ids as a set, and the maximum
     number of new tokens of each text."""
-    methods = getattr(method, "methods", [method])  # each has its part of the texts
+    methods = getattr(method, "methods", [method])  # each makes a text of each prompt
     for one in methods:
         check_method(model, one)
     others = [amateur_of(method, model) for method in methods]
@@ -31,10 +31,9 @@ def parse_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_to
     check_number(best, "best", 0, known, numbers.Integral)
     check_draft(draft, method)
     limits = []
-    for b, prompt in enumerate(prompts):
-        other = others[b * len(methods) // len(prompts)]  # of the text's method
+    for other in others:
         context = min(model.config.max_positions, other.config.max_positions)
-        limits.append(min(max_new_tokens, max(1, context - len(prompt))))
+        limits += [min(max_new_tokens, max(1, context - len(prompt))) for prompt in prompts]
     eos_ids = model.eos_ids if eos_ids is None else eos_ids
     eos_ids = set(as_ints(eos_ids, "eos_ids", single=True))
     if min_new_tokens and eos_ids >= set(range(model.config.vocab_size)):

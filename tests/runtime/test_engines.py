@@ -27,9 +27,9 @@ def test_methods_start_decodings_whose_sessions_have_a_model_and_a_cache(llama, 
     model = engine.load(llama.checkpoint.folder)
     methods = [Greedy(), DeCoRe([(0, 1)]), CD(model), DoLa(), AD(1)]
     for method in *methods, SideBySide(tuple(methods)):
-        prompts = [[5, 6]] * len(getattr(method, "methods", [method]))
+        texts = len(getattr(method, "methods", [method]))
         with torch.inference_mode():
-            decoding = method.start(model, prompts, 2)
-            step = decoding.step(torch.full((len(prompts), 1), 6))
+            decoding = method.start(model, [[5, 6]], 2)
+            step = decoding.step(torch.full((decoding.copies, 1), 6))
         assert all(session.model is model and session.cache for session in decoding.sessions)
-        assert step.scores.shape == (len(prompts), 1, model.config.vocab_size)
+        assert step.scores.shape == (texts, 1, model.config.vocab_size)
