@@ -129,7 +129,7 @@ def make_runs(how, fitting, model, amateur, ranks):
     runs = []
     for bench, setup, more in fitting:
         method = setup.record(amateur)
-        method.check(model)
+        method.check(model)  # `fit` did so with what is known before the weights are read
         check_draft(how.draft or 0, method)
         header = make_header(bench, setup, how, model, fingerprints, more)
         path = Path(how.out) / f"{run_name(header)}.jsonl"

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from runtime.attention import attention, causal_attention
+from runtime.attention import biased_attention, causal_attention
 from runtime.checkpoint import Checkpoint
 from runtime.checks import check_head_mask, parse_heads
 from runtime.config import LEAST_PREFIX, default_dtype, find_dtype, rope_frequencies
@@ -467,7 +467,8 @@ class DecodeAttention:
         q = q.permute(1, 3, 0, 2, 4, 5)  # [B, G, R, T, H/G, K]
         sizes = q.shape[2:5]
         bias = self.biases[self.windows[layer]]
-        y, probabilities = attention(q.flatten(2, 4), k, v, bias, self.probabilities is not None)
+        is_read = self.probabilities is not None
+        y, probabilities = biased_attention(q.flatten(2, 4), k, v, bias, is_read)
         if probabilities is not None:
             self.probabilities.append(by_row(probabilities, sizes))
         return by_row(y, sizes)

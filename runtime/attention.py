@@ -1,4 +1,4 @@
-"""Attention on tensors: `attention` for the queries of a step, `causal_attention` for a prompt.
+"""Attention on tensors: `biased_attention` for a step, `causal_attention` for a prompt.
 
 B batch   H query heads   G key heads   N queries per key head   C keys   T tokens   K head width
 """
@@ -12,7 +12,7 @@ PART = 1024  # keys in one partial sum of values on a GPU
 PREFILL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def attention(q, k, v, bias, return_probabilities=False):
+def biased_attention(q, k, v, bias, return_probabilities=False):
     """softmax(q k / √K + bias) v: q [B, G, N, K], k and v [B, G, C, K], bias [B, 1, N, C] → [B, G,
     N, K], and the softmax [B, G, N, C] in float32, or None without return_probabilities."""
     if q.device.type == "cpu" and not return_probabilities:

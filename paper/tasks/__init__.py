@@ -293,7 +293,7 @@ OTHERS = (
     Task(
         "miniature",
         items.miniature,
-        (metrics.first_sentence, metrics.memory),
+        (metrics.miniature_answer, metrics.memory),
         files=("*.jsonl",),
         without_context="passage",
         layout="plain",

@@ -71,7 +71,7 @@ def compare(prediction, references):
     return values
 
 
-def first_line(line):
+def prediction_line(line):
     """Not stripped first: the first line of "\\nParis" is empty."""
     return field(line, "prediction").split("\n")[0]
 
@@ -79,7 +79,7 @@ def first_line(line):
 @per_line
 def short_answer(line):
     """PopQA's demonstrations are test items, which count in the published score only."""
-    values = compare(first_line(line), texts(line, "references"))
+    values = compare(prediction_line(line), texts(line, "references"))
     if line.get("demonstration"):
         values |= {"exact_match": None, "answer_contained": None}
     return values
@@ -118,9 +118,9 @@ def f1(answer, reference):
 
 
 @per_line
-def first_sentence(line):
+def miniature_answer(line):
     """The miniature's answers end at a full stop."""
-    return compare(first_line(line).split(".")[0], texts(line, "references"))
+    return compare(prediction_line(line).split(".")[0], texts(line, "references"))
 
 
 @per_line
@@ -128,7 +128,8 @@ def memory(line):
     """Whether the answer is the memorised one; None if the line has none."""
     if not line.get("memory"):
         return {"memory_match": None}
-    return {"memory_match": compare(first_line(line), texts(line, "memory"))["answer_contained"]}
+    values = compare(prediction_line(line), texts(line, "memory"))
+    return {"memory_match": values["answer_contained"]}
 
 
 def musique_answer(prediction):

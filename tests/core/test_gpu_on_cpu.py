@@ -62,8 +62,8 @@ def test_plain_products_equal_fused_attention(dtype, close, C):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, n, 8).to(dtype) for n in (4, C, C))
     bias = torch.where(torch.rand(2, 1, 4, C) < 0.3, -torch.inf, 0.0).to(dtype)
-    fused, none = attention.attention(q, k, v, bias)
-    plain, probabilities = attention.attention(q, k, v, bias, return_probabilities=True)
+    fused, none = attention.biased_attention(q, k, v, bias)
+    plain, probabilities = attention.biased_attention(q, k, v, bias, return_probabilities=True)
     assert_close(plain, fused, close)
     assert none is None and probabilities.dtype == torch.float32  # from the scores on
     torch.testing.assert_close(probabilities.sum(-1), torch.ones(2, 3, 4))
