@@ -14,7 +14,7 @@ from runtime.errors import InputError
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EMBEDDING = "model.embed_tokens.weight"
 PREFIX = "model."  # absent from a checkpoint of the model without its head
-HEAD = "lm_head.weight"
+LM_HEAD = "lm_head.weight"
 # Before the names of a model in torch.compile, PEFT, DataParallel or a module of one's own.
 WRAPPERS = r"^((_orig_mod|base_model\.model|module|transformer)\.)+(?=model\.|lm_head\.)"
 
@@ -24,7 +24,7 @@ WRAPPERS = r"^((_orig_mod|base_model\.model|module|transformer)\.)+(?=model\.|lm
 NAMES = {
     "embed.weight": {EMBEDDING: "VD"},
     "norm.weight": {"model.norm.weight": "D"},
-    "lm_head.weight": {HEAD: "VD"},
+    "lm_head.weight": {LM_HEAD: "VD"},
     "attn_norm.weight": {"input_layernorm.weight": "D"},
     "attn.qkv.weight": {
         "self_attn.q_proj.weight": "HD",
@@ -87,7 +87,7 @@ def load_weights(model, checkpoint, device):
     table = weight_table(model, stored)
     tied = model.config.tied_embeddings
     [(embedding, place)] = table["embed.weight"].items()
-    head = stored(HEAD)
+    head = stored(LM_HEAD)
     if tied and embedding not in files:  # the matrix may be stored under its other name
         table["embed.weight"] = {head: place}
     names = {name for pieces in table.values() for name in pieces}
@@ -162,7 +162,7 @@ def stored_dtype(files):
 
 def untie(config, files):
     """The configuration; as in transformers, without tied embeddings if the stored head differs."""
-    names = [stored_name(name, files) for name in (EMBEDDING, HEAD)]
+    names = [stored_name(name, files) for name in (EMBEDDING, LM_HEAD)]
     if not config.tied_embeddings or not files.keys() >= {*names}:
         return config
     embedding, head = (safe_open(files[name], "pt").get_tensor(name) for name in names)

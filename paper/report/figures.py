@@ -137,7 +137,7 @@ def wrapped(text, letters):
     return "\n".join(map(wrap, lines)).replace("\u00a0", " ")
 
 
-def runs_of(tables):
+def runs_of_tables(tables):
     return [run for rows in tables for row in rows for run in row.runs]
 
 
@@ -210,7 +210,7 @@ def lines_figure(tables, width, place, draw, xlabel, note):
         ax.hlines(grid, 0, 1, "#CCCCCC", linewidth=0.3, transform=across, zorder=0)
 
     how = dict(width=width, heights=heights)
-    return figure_of(panels, draw_panel, runs_of(tables), shared, note, **how)
+    return figure_of(panels, draw_panel, runs_of_tables(tables), shared, note, **how)
 
 
 def lines_of(pairs, name):
@@ -333,7 +333,7 @@ def curves_figure(tables, width, place, points_of, *notes, **axis):
             ax.set_xticks(ticks, ticks)
             ax.set_xticks([], minor=True)
 
-    return figure_of(panels, draw, runs_of(tables), shared, *notes, width=width)
+    return figure_of(panels, draw, runs_of_tables(tables), shared, *notes, width=width)
 
 
 def heads_figure(tables, width):
@@ -363,7 +363,7 @@ def certainty_figure(tables, width):
     """The largest gains in the passage's answers by the probability of the memorised answer in the
     closed-book run: means of quarters of the items."""
     certainties = defaultdict(dict)  # model → item → p
-    for run in runs_of(tables):
+    for run in runs_of_tables(tables):
         for line, question in zip(run.lines, run.questions):
             if "memory_log_p" in line:  # closed book
                 item = line["id"], question

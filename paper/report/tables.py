@@ -150,7 +150,7 @@ def short_table(rows):
             cells["paper"] = printed.text(paper) if paper else ""
         texts.append(cells)
     run = rows[0].run
-    return f"{NAMES[run.task]}: {run.title}", texts, remarks(rows)
+    return f"{NAMES[run.task]}: {run.title}", texts, counted_remarks(rows)
 
 
 def values_text(row):
@@ -174,7 +174,7 @@ def published(row):
     return name if name in row.run.values[0] else row.metric
 
 
-def remarks(rows):
+def counted_remarks(rows):
     """Sentences on the runs of a table, with how many they concern."""
     runs = runs_of(rows)
     counts = Counter(remark for run in runs for remark in run.remarks)
@@ -357,4 +357,4 @@ def score_notes(rows):
             "paired interval, items won : lost (of draws: means), and p. Bold: p < 0.05 after "
             "Holm's correction within the table."
         )
-    return notes + notes_on(rows, {row.metric for row in rows}) + remarks(rows)
+    return notes + notes_on(rows, {row.metric for row in rows}) + counted_remarks(rows)
