@@ -106,17 +106,17 @@ def next_scores(
     return log_softmax(z) - max(early, key=lambda log_q: divergence(log_softmax(z), log_q))
 
 
-@torch.inference_mode()
 def generate_with_scores(model, prompts, method, new):
     """→ Generations, and the scores of each step, [B, T, V]."""
-    decoding = method.start(model, prompts, new)
-    token = torch.tensor([prompt[-1:] for prompt in prompts])
-    scores = []
-    for _ in range(new):
-        scores.append(decoding.step(token).scores)
-        token = scores[-1].argmax(-1)
-    out = generate(model, prompts, method, max_new_tokens=new)
-    return out, torch.cat(scores, 1).numpy()
+    steps = []
+
+    class Kept(type(method)):
+        def step_of(self, *args):
+            steps.append(super().step_of(*args))
+            return steps[-1]
+
+    out = generate(model, prompts, Kept(**vars(method)), max_new_tokens=new)
+    return out, torch.cat([step.scores for step in steps], 1).numpy()
 
 
 # --------------------------------------------------------------------------- generation and scoring

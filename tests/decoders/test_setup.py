@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from decoders.setup import CHOOSING, METHODS, OPTIONS, SETTINGS, MethodSpec, Setup, settings_of
-from paper.runfile import packed_paths, read_run
+from paper.runfile import packed_lines, packed_paths
 from tests.tables import facts
 
 STORED = sorted(Path(__file__).parents[2].glob("results/*/*.jsonl.xz"))
@@ -46,7 +46,7 @@ def test_setups_that_differ_have_names_labels_and_headers_that_differ(method, ch
 @pytest.mark.parametrize("path", STORED, ids=lambda path: "-".join(path.parts[-2:]))
 def test_stored_runs_give_their_setups(path):
     for run in packed_paths(path):
-        header, _ = read_run(run)
+        header = next(packed_lines(run))[1]["header"]
         setup = Setup.from_header(header)
         assert Setup.from_header(header | setup.header()) == setup
         for name in ("heads", "num_heads", "alpha", "random_heads", "amateur"):

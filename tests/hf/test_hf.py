@@ -165,10 +165,13 @@ def masked_attention(model, ids, heads):
     return model.read_attention(pad([ids[-5:]]), cache, head_mask, "query")[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return HFModel(random_model(request.param))
+
+
 @torch.no_grad()
-def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(family):
-    model = HFModel(random_model(family))
+def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(model):
     other = without_heads(model, HEADS)
     prompt = PROMPTS[0]
 
@@ -195,9 +198,7 @@ def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(f
     assert score(model, prompt, answer, DeCoRe(HEADS)) == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_runs_that_share_their_prompts_decode_alike(family, monkeypatch):
-    model = HFModel(random_model(family))
+def test_runs_that_share_their_prompts_decode_alike(model, monkeypatch):
     methods = [DeCoRe(HEADS), Masked(HEADS), DeCoRe(HEADS, alpha=0.5)]
     expected = [generate(model, PROMPTS, method, **FEW) for method in methods]
     lengths, caches = [], []
@@ -219,29 +220,26 @@ def test_runs_that_share_their_prompts_decode_alike(family, monkeypatch):
         assert_equal(generate(reader, PROMPTS, method, **FEW), alone)
     assert [cache() is not None for cache in caches] == [True, False, False]
     longest = max(map(len, PROMPTS)) - 1
-    assert lengths.count(longest) == (3 if family in RECURRENT else 1)
+    assert lengths.count(longest) == (3 if model.name in RECURRENT else 1)
     short = [PROMPTS[0][:1], PROMPTS[1][:1]]  # whose caches are empty
     for method in methods:
         assert_equal(generate(reader, short, method, **FEW), generate(model, short, method, **FEW))
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NO_QUERY])
-def test_masked_queries_of_other_families_attend_evenly_and_leave_other_heads_alone(family):
-    model = HFModel(random_model(family))
+@pytest.mark.parametrize("model", [n for n in FAMILIES if n not in NO_QUERY], indirect=True)
+def test_masked_queries_of_other_families_attend_evenly_and_leave_other_heads_alone(model):
     plain, masked = (masked_attention(model, PROMPTS[0], heads) for heads in ([], HEADS))
     for layer, head in HEADS:  # the same for all keys that the query may see
         p = masked[layer][..., head, :]
         assert ((p == 0) | (p > p.amax(-1, keepdim=True) - 1e-6)).all()
     torch.testing.assert_close(plain[1][..., 1:3, :], masked[1][..., 1:3, :])
-    if family == "lfm2":  # layer 0 has no attention
+    if model.name == "lfm2":  # layer 0 has no attention
         assert plain[0][..., -1].all() and not plain[0][..., :-1].any()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_facts_and_hidden_states_of_other_families_are_those_of_transformers(family, tmp_path):
-    model = HFModel(random_model(family))
+def test_facts_and_hidden_states_of_other_families_are_those_of_transformers(model, tmp_path):
     queries = {"query" in a.projections for a in model.head_places.values()}
-    assert queries == {family not in NO_QUERY}
+    assert queries == {model.name not in NO_QUERY}
     model.hf.config.save_pretrained(tmp_path)
     assert describe(read_config(tmp_path)) == model.config
     ids = torch.tensor(PROMPTS[:1])
