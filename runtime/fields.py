@@ -1,7 +1,6 @@
 """One field of what a file holds: config.json, an entry of a data file, a line of a stored run."""
 
 import json
-from contextlib import contextmanager
 
 from runtime.errors import InputError, one_line
 
@@ -54,11 +53,16 @@ def field(fields, name, kind="a text", null=..., hint=""):
     raise InputError(f"{name} is {found}; it must be {expected}{hint}")
 
 
-@contextmanager
-def located(place):
+class located:
     """Turns any error of a wrong entry in the block into an InputError that begins with the entry's
     place, in one line."""
-    try:
-        yield
-    except Exception as error:  # the libraries raise many kinds
-        raise InputError(one_line(f"{place}: {error}", 1000)) from error
+
+    def __init__(self, place):
+        self.place = place
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, _, error, __):
+        if isinstance(error, Exception):  # the libraries raise many kinds
+            raise InputError(one_line(f"{self.place}: {error}", 1000)) from error

@@ -25,18 +25,24 @@ def averages(runs, questions):
     runs: of R runs on the same items, pairs (sums, weights) of arrays [n]: each pair's mean is
     Σ sums / Σ weights, and the run's that of its pairs. questions: the question of each item."""
     columns = np.stack([column for parts in runs for pair in parts for column in pair], axis=1)
-    names, numbers = np.unique(questions, return_inverse=True)
-    sums = np.zeros((len(names), columns.shape[1]))
+    numbers = numbered(questions)
+    sums = np.zeros((max(numbers) + 1, columns.shape[1]))
     np.add.at(sums, numbers, columns)
     # Questions with equal sums are interchangeable: it is enough to draw how many of each kind.
     kinds, counts = np.unique(sums, axis=0, return_counts=True)
     generator = np.random.default_rng(0)
     drawn = [sums.sum(0, keepdims=True)]
     for _ in range(10):
-        times = generator.multinomial(len(names), counts / len(names), size=SAMPLES // 10)
+        times = generator.multinomial(len(sums), counts / len(sums), size=SAMPLES // 10)
         drawn.append(times @ kinds)
     drawn = np.concatenate(drawn).reshape(1 + SAMPLES, len(runs), -1, 2)
     return (drawn[..., 0] / drawn[..., 1]).mean(-1)
+
+
+def numbered(questions):
+    """The number of each item's question, in the order of the questions' texts."""
+    places = {question: n for n, question in enumerate(sorted(set(questions)))}
+    return [places[question] for question in questions]
 
 
 def interval(means):
@@ -78,8 +84,7 @@ def p_value(runs, others, questions):
     exact test."""
     # Multiples of the differences: whole numbers, if the values are 0 and 1.
     of_items = len(others) * np.sum(runs, 0) - len(runs) * np.sum(others, 0)
-    _, numbers = np.unique(questions, return_inverse=True)
-    return sign_flips(np.bincount(numbers, of_items))
+    return sign_flips(np.bincount(numbered(questions), of_items))
 
 
 def sign_flips(differences):

@@ -58,6 +58,8 @@ DENIAL = re.compile(r"\b(not|no longer|never|formerly|\w+n['’]t)\b", re.IGNORE
 def plain(text):
     """The normal form of characters: NFKC, without format characters such as soft hyphens, with the
     digits 0 to 9 alone. Superscripts and fractions are words of their own: 10⁵ is not 105."""
+    if text.isascii():
+        return text
     spaced = ""
     for c in text.replace("´", "'"):
         apart = unicodedata.decomposition(c).startswith(("<super>", "<fraction>"))
@@ -104,7 +106,7 @@ def split(text):
     signs = {place for match in KEPT.finditer(text) for place in range(*match.span())}
     out = ""
     for place, c in enumerate(text):
-        if unicodedata.name(c, "").startswith((*UNSEPARATED, "HANGUL")):
+        if not c.isascii() and unicodedata.name(c, "").startswith((*UNSEPARATED, "HANGUL")):
             out += f" {c} "
         else:
             out += c if place in signs or unicodedata.category(c)[0] in "LMN" else " "
