@@ -19,8 +19,7 @@ SIX = 6  # vectors of a `Filled` product
 BLOCK = 2**19  # numbers of a weight that `Blocked` has in float32 at once: they stay in a cache
 # Instructions for products in half precision, by their names in /proc/cpuinfo.
 HALVES = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
-# Vectors from which a `Blocked` product is faster than torch's own, by the maker of the processor.
-MANY = {"Intel": 8, "AMD": 16}
+MANY = 8  # vectors: from here on a `Blocked` product is faster than torch's own
 
 
 class Packed(nn.Module):
@@ -78,14 +77,13 @@ class Blocked(nn.Module):
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("bias", bias)
-        self.many = MANY.get(processor()[0], 16)
 
     def forward(self, x):
         return Product.apply(x, self) if x.requires_grad else self.product(x)
 
     def product(self, x):
         n = x.shape[:-1].numel()
-        if n < self.many:
+        if n < MANY:
             return F.linear(x, self.weight, self.bias)
         y = x.new_empty(n, len(self.weight))
         vectors = x.reshape(n, -1).float()

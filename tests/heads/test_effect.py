@@ -96,9 +96,10 @@ def test_effects_in_families_of_transformers_are_finite_differences_too(family):
 @pytest.mark.parametrize("kind", [pack.Packed, pack.Filled, pack.Blocked])
 def test_packed_layers_have_the_gradients_of_plain_ones(tmp_path, monkeypatch, engine, kind):
     write_checkpoint(tmp_path, "qwen2")  # biases, and an embedding that is the head too
+    expected = effects(engine.load(tmp_path, dtype="float32"), *TEXTS)
     for dtype, least in ((torch.float32, 1 - 1e-9), (torch.bfloat16, 0.98)):
-        plain = engine.load(tmp_path, dtype="float32")
-        expected = effects(plain, *TEXTS)
+        if pack.emulates(dtype) and kind != pack.Blocked:
+            continue  # oneDNN's products need AVX-512
         with monkeypatch.context() as change:
             change.setattr(pack, "kind_of_layer", lambda dtype: kind)
             change.setattr(pack, "UNPACKED_UP_TO", 0)
