@@ -98,8 +98,8 @@ class Transformer(nn.Module):
     """A decoder-only transformer with random weights; `Transformer.load` reads a checkpoint's.
     `hf.HFModel` has the same members, but for `run_layers` and `embedding`.
 
-    Call the model itself for logits, `prefill` to store prompts in a cache, and `hidden_states` for
-    what `logits` turns into logits. All three run their tokens by `run_layers`."""
+    Call the model itself for logits, `prefill` to store prompts in a cache, and `read_layers` for
+    hidden states, which `logits` turns into logits. All three run their tokens by `run_layers`."""
 
     checkpoint = None  # a runtime.checkpoint.Checkpoint, if the weights are from its files
     bos_id = None
@@ -107,7 +107,7 @@ class Transformer(nn.Module):
     pad_ids = ()
     product = None  # of a CPU's linear layers, such as "packed", set by `load`: see runtime/pack.py
     reads_one_text = False  # all rows of a pass read the same tokens
-    has_exits = True  # `hidden_states` works
+    has_exits = True  # `read_layers` works
     can_take_back = True  # its caches can forget their last tokens
     # (cache, tokens of each pass) → a context, in which prompts are read
     while_reading = staticmethod(lambda cache, passes: nullcontext())
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
         cache: the tokens continue its texts and are stored in it. head_mask: [R, L, H] of 0 and 1,
         or [R, B, L, H] for a mask per text; it may require a gradient.
         mask_on: what it multiplies, "output" (Eq. 4 and 5) or "query" (the published runs)."""
-        x, _ = self.hidden_states(ids, (), cache, head_mask, mask_on)
+        x, _ = self.read_layers(ids, (), cache, head_mask, mask_on)
         logits = self.logits(x)
         return logits[0] if cache is None and head_mask is None else logits
 
@@ -158,7 +158,7 @@ class Transformer(nn.Module):
         cache.slots += ids.shape[-1]
         return self.logits(x), probabilities
 
-    def hidden_states(self, ids, layers, cache=None, head_mask=None, mask_on="output"):
+    def read_layers(self, ids, layers, cache=None, head_mask=None, mask_on="output"):
         """The last hidden states of ids [B, T], after the final norm, and a list of those of
         `layers`, in ascending order: [R, B, T, D] each. 0 is the embeddings, i the output of the
         i-th layer. ids [R, B, T]: with a cache, tokens of their own in each row. The other
@@ -174,7 +174,7 @@ class Transformer(nn.Module):
         return states
 
     def run_layers(self, ids, attend, head_mask=None, mask_on="output", layers=()):
-        """As `hidden_states`. attend: what the tokens attend to."""
+        """As `read_layers`. attend: what the tokens attend to."""
         c = self.config
         rows = attend.rows
         layer_masks = [None] * c.n_layers

@@ -108,6 +108,6 @@ def read_answers(decoding, b, tokens, answers):
     [session] = decoding.sessions
     model = session.model
     cache = session.cache.select(slice(None))  # the same texts, whose slots stay unused
-    _, [x] = model.hidden_states(tokens, [decoding.method.info_layer], cache)  # [1, A, 1 + T, D]
+    _, [x] = model.read_layers(tokens, [decoding.method.info_layer], cache)  # [1, A, 1 + T, D]
     texts = [x[0, a, 1 : 1 + len(answer)] for a, answer in enumerate(answers)]
     decoding.set_spread([activations(model, text, decoding.activations[b]) for text in texts])

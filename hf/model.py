@@ -154,8 +154,8 @@ class HFModel(nn.Module):
             self.run_hf(cache.prompts(ids), head_mask, mask_on)
         cache.kv.reorder_cache(torch.arange(len(ids), device=ids.device).repeat(cache.rows))
 
-    def hidden_states(self, ids, layers, cache=None):
-        """As `Transformer.hidden_states`, of one row."""
+    def read_layers(self, ids, layers, cache=None):
+        """As `Transformer.read_layers`, of one row."""
         inputs = cache.inputs(ids) if cache else dict(input_ids=ids, use_cache=False)
         out = self.run_hf(inputs, output_hidden_states=True)
         states = [x[None].to(self.device) for x in out.hidden_states]  # L + 1, the last one normed

@@ -246,7 +246,7 @@ def test_facts_and_hidden_states_of_other_families_are_those_of_transformers(mod
     states = model.hf(ids, output_hidden_states=True).hidden_states
     cache = model.new_cache([9], 5)
     model.prefill(ids[:, :9], cache)
-    last, [early] = model.hidden_states(ids[:, 9:], [1], cache)
+    last, [early] = model.read_layers(ids[:, 9:], [1], cache)
     assert_close(early[0], states[1][:, 9:], 1e-4, 1e-4)
     assert_close(model.logits(last)[0], model(ids)[:, 9:], 1e-4, 1e-4)
 

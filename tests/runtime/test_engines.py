@@ -32,4 +32,4 @@ def test_methods_start_decodings_whose_sessions_have_a_model_and_a_cache(llama, 
             decoding = method.start(model, [[5, 6]], 2)
             step = decoding.step(torch.full((texts, 1), 6))
         assert all(session.model is model and session.cache for session in decoding.sessions)
-        assert step.scores.shape == (decoding.copies, 1, model.config.vocab_size)
+        assert step.scores.shape == (texts, 1, model.config.vocab_size)
