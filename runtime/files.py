@@ -76,7 +76,7 @@ def json_lines(path, complete=False):
 
 # Without one of these in its text, what `json_bytes` refuses is not in a line of JSON.
 SUSPECT = rb"\u", b"NaN", b"Infinity"
-LARGE = re.compile(rb"[eE]\+?\d{3,}[\s,\]}]")  # such as 1e999, which is read as ∞
+LARGE = re.compile(rb"[eE]\+?\d{3,}[\s,\]}]"), re.compile(rb"\d{200}")  # may be read as ∞
 
 
 def parse_lines(lines, path, complete=False):
@@ -89,7 +89,7 @@ def parse_lines(lines, path, complete=False):
             continue
         try:
             value = json.loads(line.decode(), object_pairs_hook=object_of)
-            if any(text in line for text in SUSPECT) or LARGE.search(line):
+            if any(x in line for x in SUSPECT) or any(x.search(line) for x in LARGE):
                 json_bytes(value)
             if not isinstance(value, dict):
                 raise InputError(f"a {type(value).__name__} instead of an object")
